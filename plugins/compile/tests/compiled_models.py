@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ds_testing.truth import plain, start
 from torch import Tensor, nn
 
 D = 8
@@ -12,7 +13,7 @@ HEADS = 2
 LENGTH = 6
 MICRO = 2
 STEPS = 3
-SGD = {"lr": 0.1, "momentum": 0.9}
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 class Block(nn.Module):
@@ -70,41 +71,13 @@ def data(step: int, rank: int) -> Tensor:
     )
 
 
-def start(given: nn.Module, stage: int = 0, **config: Any) -> Any:
-    import ds_core
-
-    base = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": SGD},
-        "zero_optimization": {
-            "stage": stage,
-            **({"param_persistence_threshold": 0} if stage == 3 else {}),
-        },
-    }
-    return ds_core.initialize(model=given, config=base | config)[0]
-
-
-def train(engine: Any, rank: int) -> None:
-    for step in range(STEPS):
-        engine.backward(engine(data(step, rank)))
-        engine.step()
+def engine_of(given: nn.Module, stage: int = 0, **config: Any) -> Any:
+    zero = {"stage": stage, **({"param_persistence_threshold": 0} if stage == 3 else {})}
+    return start(given, micro=MICRO, optimizer=SGD, **{"zero_optimization": zero, **config})
 
 
 def truth(ranks: int) -> Model:
     """Plain torch on the data of all ranks."""
-    plain = model()
-    optimizer = torch.optim.SGD(plain.parameters(), **SGD)
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (plain(data(step, rank)) / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return plain
-
-
-def off(a: nn.Module, b: nn.Module) -> float:
-    return max(
-        float((p.detach() - q.detach()).abs().max())
-        for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
+    wanted = model()
+    plain(wanted, data, STEPS, count=ranks, optimizer=SGD)
+    return wanted

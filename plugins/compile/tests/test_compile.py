@@ -22,7 +22,8 @@ from ds_core.errors import ConfigError, UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from compiled_models import MICRO, STEPS, data, model, off, start, train, truth
+from compiled_models import MICRO, STEPS, data, engine_of, model, truth
+from ds_testing.truth import difference, train
 
 
 class TestPlugin(PluginConformance):
@@ -44,9 +45,8 @@ def compiled_run(
 
     torch._dynamo.reset()
     counters.clear()
-    rank = comm.rank() if ranks > 1 else 0
     given = model()
-    engine = start(given, stage, **config)
+    engine = engine_of(given, stage, **config)
     if by_hand:
         engine.compile("aot_eager", **options)
     names = [
@@ -56,11 +56,11 @@ def compiled_run(
     given.get_submodule(names[0]).register_forward_hook(
         lambda module, args, out: seen.append(module)
     )
-    train(engine, rank)
+    train(engine, data, STEPS, mean=False)
     # a compiled module's own hooks stay outside of its graph
     assert seen == [given.get_submodule(names[0])] * STEPS
     engine.destroy()
-    assert off(given, truth(ranks)) < 1e-12
+    assert difference(given, truth(ranks)) < 1e-12
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), names
 
 
@@ -152,9 +152,9 @@ def test_copies_and_pickles_are_not_compiled() -> None:
 def evaluated(stage: int) -> None:
     """Evaluation between steps: another graph without gradients, and the same numbers."""
     torch._dynamo.reset()
-    engine = start(model(), stage)
+    engine = engine_of(model(), stage)
     engine.compile("aot_eager")
-    train(engine, comm.rank())
+    train(engine, data, STEPS, mean=False)
     with torch.no_grad():
         loss = engine(data(7, 0))
     engine.destroy()
@@ -187,7 +187,7 @@ def test_passes_run_in_order_and_by_schedule(caplog: pytest.LogCaptureFixture) -
     ):
         engine.register_compile_pass("a", note("a"))
         engine.compile("aot_eager", schedule=[(0, ["a", note("b")]), (2, ["a"])])
-        train(engine, 0)
+        train(engine, data, STEPS, mean=False)
         assert ran == ["a", "b", "a"]
         assert (
             "graph as captured" in caplog.text
@@ -242,7 +242,7 @@ def test_a_pass_of_the_whole_model() -> None:
 
 
 def staged(stage: int, name: str) -> None:
-    engine = start(model(), stage, compile={"deepcompile": True, "passes": [name]})
+    engine = engine_of(model(), stage, compile={"deepcompile": True, "passes": [name]})
     try:
         engine.compile("aot_eager")
     finally:
@@ -301,7 +301,7 @@ def test_wrong_arguments(options: dict[str, Any], why: str) -> None:
 
 
 def cuda_graphs() -> None:
-    engine = start(model(), 3)
+    engine = engine_of(model(), 3)
     for kwargs in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}):
         with pytest.raises(UsageError, match="CUDA graphs need weights at fixed addresses"):
             engine.compile("inductor", kwargs)
@@ -315,7 +315,7 @@ def test_cuda_graphs_and_sharded_weights() -> None:
 
 def test_deepcompile_without_compile_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with one_process_engine(model(), small(compile={"deepcompile": True})) as engine:
-        train(engine, 0)
+        train(engine, data, STEPS, mean=False)
     assert caplog.text.count("nothing is compiled: call engine.compile()") == 1
 
 
@@ -344,7 +344,7 @@ def waiting(section: dict[str, Any], wanted: int) -> None:
         nonlocal waits
         waits += 1
 
-    engine = start(model(), 3, compile=section)
+    engine = engine_of(model(), 3, compile=section)
     assert sum(type(i).__name__ == "Waits" for i in interceptors()) == bool(section)
     add_interceptor(Counts())
     accelerator: Any = get_accelerator()

@@ -21,9 +21,9 @@ from ds_data_sampling.random_ltd import (
     save_without_random_ltd,
 )
 from ds_testing import run_ranks
+from ds_testing.truth import difference, plain, start, train, whole_weights
 from torch import Tensor, nn
 
-import ds_core
 from ds_core.errors import ConfigError, PluginError, UsageError
 
 SCHEDULE = {
@@ -43,6 +43,7 @@ LTD = {
 }
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}
 GLOBAL = 8
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
 LENGTH = 12
 WIDTH = 6
 STEPS = 8
@@ -85,66 +86,44 @@ def samples(step: int) -> Tensor:
     return torch.randn(GLOBAL, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def alone() -> tuple[dict[str, Tensor], list[float]]:
-    """Plain torch: tokens chosen, and laid back, here."""
-    model = Net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    losses = []
-    for step in range(STEPS):
-        kept = min(4 + 8 * step // 6 // 2 * 2, 12)
-        x = samples(step)
-        positions = torch.arange(LENGTH, dtype=x.dtype).expand(len(x), -1) / LENGTH
-        for index, layer in enumerate(model.layers):
-            if index in (1, 2) and kept < LENGTH:
-                places = kept_places(1234, step, index, kept, LENGTH)
-                new, _ = layer(x[:, places], positions[:, places], mask=causal(kept))
-                x = x.clone()
-                x[:, places] = new
-            else:
-                x, _ = layer(x, positions, mask=causal())
-        loss = (x - 0.3).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {n: p.detach() for n, p in model.named_parameters()}, losses
+def chosen(model: Any, given: tuple[int, Tensor]) -> Tensor:
+    """The loss by plain torch: tokens chosen, and laid back, here."""
+    step, x = given
+    kept = min(4 + 8 * step // 6 // 2 * 2, 12)
+    positions = torch.arange(LENGTH, dtype=x.dtype).expand(len(x), -1) / LENGTH
+    for index, layer in enumerate(model.layers):
+        if index in (1, 2) and kept < LENGTH:
+            places = kept_places(1234, step, index, kept, LENGTH)
+            new, _ = layer(x[:, places], positions[:, places], mask=causal(kept))
+            x = x.clone()
+            x[:, places] = new
+        else:
+            x, _ = layer(x, positions, mask=causal())
+    return (x - 0.3).square().mean()
 
 
-def start(
+def routed(
     model: nn.Module | None = None, gas: int = 1, world: int = 1, ltd: Any = None, **config: Any
 ) -> Any:
     routing = {"enabled": True, "random_ltd": LTD if ltd is None else ltd}
-    config = {
-        "train_micro_batch_size_per_gpu": GLOBAL // gas // world,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
-        "data_efficiency": {"enabled": True, "data_routing": routing},
-        **config,
-    }
-    return ds_core.initialize(model=Net().double() if model is None else model, config=config)[0]
+    data = {"enabled": True, "data_routing": routing}
+    model = Net().double() if model is None else model
+    micro = GLOBAL // gas // world
+    return start(model, micro=micro, gas=gas, optimizer=SGD, data_efficiency=data, **config)
 
 
 def go(engine: Any, steps: range) -> list[float]:
-    from ds_core import comm
-
-    losses = []
-    world = comm.world_size()
-    for step in steps:
-        total = 0.0
-        for part in (
-            samples(step).chunk(world)[comm.rank()].chunk(engine.gradient_accumulation_steps())
-        ):
-            loss = (engine(part) - 0.3).square().mean()
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / engine.gradient_accumulation_steps()
-        losses.append(sum(comm.all_gather_json(total)) / world if world > 1 else total)
-    return losses
+    parts = engine.gradient_accumulation_steps() * engine.ctx.mesh.size("dp")
+    return train(
+        engine,
+        lambda step, index: samples(step).chunk(parts)[index],
+        steps,
+        loss=lambda model, x: (model(x) - 0.3).square().mean(),
+    )
 
 
 def test_the_schedule_of_a_run_is_seen_from_its_engine() -> None:
-    engine = start()
+    engine = routed()
     seen = engine.random_ltd_schedule()
     assert (seen.get_current_seq(), seen.get_random_ltd_layer_num()) == (4, 2)
     assert seen.get_total_layer_tokens(1) == GLOBAL * (2 * 4 + 2 * 12)
@@ -152,41 +131,40 @@ def test_the_schedule_of_a_run_is_seen_from_its_engine() -> None:
     assert seen.get_current_seq() == seen.state["current_value"] == 12
     assert seen.state_dict()["consumed_layer_tokens"] == seen.get_total_layer_tokens(6)
     engine.destroy()
-    plain = start(ltd={"enabled": False})
+    plain = routed(ltd={"enabled": False})
     assert plain.random_ltd_schedule() is None
     plain.destroy()
 
 
-def train(stage: int, gas: int, folder: str, **config: Any) -> float:
+def through_a_checkpoint(stage: int, gas: int, folder: str, **config: Any) -> float:
     """The largest difference of losses and weights from plain torch, through a checkpoint in the
     middle.
     """
-    from ds_testing.truth import whole_weights
-
     from ds_core import comm
 
     if stage:
         config["zero_optimization"] = {"stage": stage, **SMALL}
-    losses = []
-    for part in (range(STEPS // 2), range(STEPS // 2, STEPS)):
-        engine = start(gas=gas, world=comm.world_size(), **config)
-        if part.start:
-            engine.load_checkpoint(folder, tag="half")
-        losses += go(engine, part)
-        if not part.start:
-            engine.save_checkpoint(folder, tag="half")
-            engine.destroy()
-    wanted, plain = alone()
+    engine = routed(gas=gas, world=comm.world_size(), **config)
+    losses = go(engine, range(STEPS // 2))
+    engine.save_checkpoint(folder, tag="half")
+    engine.destroy()
+    engine = routed(gas=gas, world=comm.world_size(), **config)
+    engine.load_checkpoint(folder, tag="half")
+    losses += go(engine, range(STEPS // 2, STEPS))
     found = whole_weights(engine)
     engine.destroy()
-    far = [abs(a - b) for a, b in zip(losses, plain, strict=True)]
-    return max(*far, *((found[n] - w).abs().max().item() for n, w in wanted.items()))
+    truth = Net().double()
+    wanted = plain(truth, lambda step, _: (step, samples(step)), STEPS, optimizer=SGD, loss=chosen)
+    return max(difference(losses, wanted), difference(found, truth))
 
 
 @pytest.mark.parametrize("gas", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
-    assert train(0, gas, str(tmp_path)) < 1e-10
-    assert train(0, gas, str(tmp_path), activation_checkpointing={"modules": "auto"}) < 1e-10
+    assert through_a_checkpoint(0, gas, str(tmp_path)) < 1e-10
+    assert (
+        through_a_checkpoint(0, gas, str(tmp_path), activation_checkpointing={"modules": "auto"})
+        < 1e-10
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,11 +172,11 @@ def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
     [(2, 3), *(pytest.param(w, s, marks=pytest.mark.slow) for w in (2, 4) for s in (0, 2))],
 )
 def test_ranks_keep_the_same_tokens(world: int, stage: int, tmp_path: Path) -> None:
-    assert max(run_ranks(world, train, stage, 1, str(tmp_path))) < 1e-10
+    assert max(run_ranks(world, through_a_checkpoint, stage, 1, str(tmp_path))) < 1e-10
 
 
 def test_the_length_grows_and_evaluation_sees_all() -> None:
-    engine = start()
+    engine = routed()
     section = engine.config.section("data_efficiency").random_ltd
     assert [kept_length(section, step) for step in range(8)] == [4, 4, 6, 8, 8, 10, 12, 12]
     go(engine, range(1))
@@ -220,7 +198,7 @@ def test_places_differ_by_step_and_layer() -> None:
 def test_deepspeeds_names_leave_the_model_as_it_is() -> None:
     model = convert_to_random_ltd(Net().double(), Layer)
     names = set(save_without_random_ltd(model))
-    engine = start(model)
+    engine = routed(model)
     assert set(engine.module.state_dict()) == names == set(Net().state_dict())
     go(engine, range(2))
     assert model.layers[1].seen == 4  # type: ignore[union-attr]
@@ -238,7 +216,7 @@ def test_layers_of_transformers_drop_tokens() -> None:
         "num_attention_heads": 2,
     }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32))
-    engine = start(model, ltd={**LTD, "model_mask_name": "attention_mask"})
+    engine = routed(model, ltd={**LTD, "model_mask_name": "attention_mask"})
     ids = torch.randint(0, 32, (8, 12))
     losses = []
     for _ in range(10):
@@ -255,13 +233,13 @@ def test_a_wrong_number_of_layers_is_an_error() -> None:
     with pytest.raises(
         (UsageError, PluginError), match=r"total_layer_num is 5, but Net has 4 repeated layers"
     ):
-        start(ltd={**LTD, "total_layer_num": 5})
+        routed(ltd={**LTD, "total_layer_num": 5})
     with pytest.raises((UsageError, PluginError), match="has 8 Linear layers"):
-        start(convert_to_random_ltd(Net().double(), nn.Linear))
+        routed(convert_to_random_ltd(Net().double(), nn.Linear))
 
 
 def test_a_mask_without_a_name_is_an_error() -> None:
-    engine = start(ltd={**LTD, "model_mask_name": None})
+    engine = routed(ltd={**LTD, "model_mask_name": None})
     with pytest.raises(UsageError, match=r"shape \(1, 1, 12, 12\).*model_mask_name"):
         engine(samples(0))
 

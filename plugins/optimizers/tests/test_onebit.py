@@ -20,6 +20,7 @@ from ds_optimizers.onebit.compress import (
     unpack_signs,
 )
 from ds_testing import Traffic, run_ranks
+from ds_testing.truth import difference, start, train
 from torch import Tensor, nn
 
 # -- the exchange ----------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class Net(nn.Module):
         return (self.last(torch.tanh(self.first(x))) - x[:, :3]).square().mean()
 
 
-def build() -> Net:
+def net() -> Net:
     torch.manual_seed(5)
     return Net().double()
 
@@ -137,7 +138,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def gradient(rank: int, step: int, weights: list[Tensor], gas: int = 1) -> list[Tensor]:
-    model = build()
+    model = net()
     for param, weight in zip(model.parameters(), weights, strict=True):
         param.data.copy_(weight)
     for micro in range(gas):
@@ -145,46 +146,26 @@ def gradient(rank: int, step: int, weights: list[Tensor], gas: int = 1) -> list[
     return [p.grad for p in model.parameters()]  # type: ignore[misc]
 
 
-def start(kind: str, gas: int = 1, **config: Any) -> Any:
-    import ds_core
-
-    engine, *_ = ds_core.initialize(
-        model=build(),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": gas,
-            "gradient_clipping": 0,
-            "optimizer": {"type": kind, "params": KINDS[kind][0]},
-            "plugins": {"load": ["ds_optimizers.plugin"]},
-            **config,
-        },
-    )
-    return engine
+def engine_of(kind: str, gas: int = 1, **config: Any) -> Any:
+    optimizer = {"type": kind, "params": KINDS[kind][0]}
+    plugins = {"load": ["ds_optimizers.plugin"]}
+    return start(net(), micro=4, gas=gas, optimizer=optimizer, **{"plugins": plugins, **config})
 
 
 def go(engine: Any, steps: range, plain: bool = False) -> None:
-    from ds_core import comm
-
     gas = engine.gradient_accumulation_steps()
-    for step in range(gas * steps.start, gas * steps.stop):
-        loss = engine(batch(step, comm.rank()))
-        if plain:
-            loss.backward()
-        else:
-            engine.backward(loss)
-        engine.step()
+    train(engine, lambda step, n: batch(gas * step + n // WORLD, n % WORLD), steps, direct=plain)
 
 
-def difference(engine: Any, simulated: papers.Ranks) -> float:
+def error(engine: Any, simulated: papers.Ranks) -> float:
     from ds_core import comm
 
-    pairs = zip(engine.module.parameters(), simulated.p[comm.rank()], strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return difference(list(engine.module.parameters()), simulated.p[comm.rank()])
 
 
 def against_simulation(kind: str, steps: int, clip: float, gas: int, plain: bool) -> float:
     params, rules = KINDS[kind]
-    engine = start(kind, gas, gradient_clipping=clip)
+    engine = engine_of(kind, gas, gradient_clipping=clip)
     go(engine, range(steps), plain)
     fixed = {
         "lr": params["lr"],
@@ -192,11 +173,11 @@ def against_simulation(kind: str, steps: int, clip: float, gas: int, plain: bool
         **rules,
         **({"clip": clip} if clip else {}),
     }
-    weights = [p.detach() for p in build().parameters()]
+    weights = [p.detach() for p in net().parameters()]
     simulated = getattr(papers, kind)(weights, WORLD, lambda r, s, w: gradient(r, s, w, gas))
     for step in range(steps):
         simulated.step(step, **fixed)
-    worst = difference(engine, simulated)
+    worst = error(engine, simulated)
     engine.destroy()
     return worst
 
@@ -221,14 +202,14 @@ def test_two_ranks_do_what_the_documents_say(kind: str, clip: float, gas: int, p
 def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
     """Saving and going on; loading elsewhere and going on; and what a simulation says of both."""
     params, rules = KINDS[kind]
-    straight = start(kind)
+    straight = engine_of(kind)
     go(straight, range(at))
     straight.save_checkpoint(folder, tag="here")
     go(straight, range(at, steps))
-    engine = start(kind)
+    engine = engine_of(kind)
     engine.load_checkpoint(folder, tag="here")
     go(engine, range(at, steps))
-    weights = [p.detach() for p in build().parameters()]
+    weights = [p.detach() for p in net().parameters()]
     simulated = getattr(papers, kind)(weights, WORLD, gradient)
     for step in range(steps):
         if step == at and kind == "ZeroOneAdam" and simulated.rates:
@@ -236,7 +217,7 @@ def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
         simulated.step(step, lr=params["lr"], wd=params["weight_decay"], **rules)
     pairs = zip(engine.module.parameters(), straight.module.parameters(), strict=True)
     found = {
-        "worst": difference(engine, simulated),
+        "worst": error(engine, simulated),
         "averages": engine.partitioner.averages,
         "same": all(torch.equal(a, b) for a, b in pairs),
     }
@@ -266,14 +247,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 
 
 def saved_by_two(kind: str, folder: str) -> None:
-    engine = start(kind)
+    engine = engine_of(kind)
     go(engine, range(20))
     engine.save_checkpoint(folder, tag="here")
     engine.destroy()
 
 
 def loaded_by_four(kind: str, folder: str) -> tuple[int, float]:
-    engine = start(kind)
+    engine = engine_of(kind)
     engine.load_checkpoint(folder, tag="here")
     kept = len(engine.optimizer.rank_state_dict())
     go(engine, range(20, 25))

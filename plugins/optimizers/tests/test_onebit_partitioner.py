@@ -11,9 +11,9 @@ import pytest
 import torch
 from ds_optimizers.plugin import SELF_REDUCED
 from ds_testing import run_ranks
+from ds_testing.truth import start, train
 from torch import nn
 
-import ds_core
 from ds_core import comm
 from ds_core.entries import OptimizerEntry
 from ds_core.errors import UsageError
@@ -55,30 +55,22 @@ class Local(torch.optim.SGD):
         self.count += 1
 
 
-def start(kind: str, model: nn.Module, **config: Any) -> Any:
-    engine, *_ = ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": kind, "params": {"lr": 0.1}},
-            "plugins": {"load": [__name__]},
-            **config,
-        },
+def engine_of(kind: str, model: nn.Module, **config: Any) -> Any:
+    optimizer = {"type": kind, "params": {"lr": 0.1}}
+    return start(model, micro=1, optimizer=optimizer, **{"plugins": {"load": [__name__]}, **config})
+
+
+def norms_and_events(folder: str, direct: bool, clip: float) -> dict[str, Any]:
+    engine = engine_of("Local", nn.Linear(1, 1, bias=False), gradient_clipping=clip)
+    norms: list[float | None] = []
+    train(
+        engine,
+        lambda step, rank: torch.tensor([[3.0 if rank == 0 else 4.0]]),
+        4,
+        loss=lambda model, x: model(x).sum(),
+        direct=direct,
+        after=lambda _: norms.append(engine.get_global_grad_norm()),
     )
-    return engine
-
-
-def train(folder: str, plain: bool, clip: float) -> dict[str, Any]:
-    engine = start("Local", nn.Linear(1, 1, bias=False), gradient_clipping=clip)
-    norms = []
-    for _ in range(4):
-        loss = engine(torch.tensor([[3.0 if comm.rank() == 0 else 4.0]])).sum()
-        if plain:
-            loss.backward()
-        else:
-            engine.backward(loss)
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
     engine.save_checkpoint(folder, tag="a")
     engine.load_checkpoint(folder, tag="a")
     found = engine.optimizer
@@ -91,7 +83,7 @@ def train(folder: str, plain: bool, clip: float) -> dict[str, Any]:
 def test_gradients_are_averaged_when_the_optimizer_wants_that(
     tmp_path: Any, plain: bool, clip: float
 ) -> None:
-    for rank, found in enumerate(run_ranks(2, train, str(tmp_path), plain, clip)):
+    for rank, found in enumerate(run_ranks(2, norms_and_events, str(tmp_path), plain, clip)):
         root = ((9 + 16) / 2) ** 0.5  # of the mean square of 3 and 4
         assert found["norms"] == pytest.approx([3.5, root, 3.5, root])
         own = 3.0 + rank
@@ -103,4 +95,4 @@ def test_gradients_are_averaged_when_the_optimizer_wants_that(
 
 def test_what_is_declared_to_reduce_must_be_able_to() -> None:
     with pytest.raises(UsageError, match="SGD is declared to reduce.*takes_averages"):
-        start("Mute", nn.Linear(1, 1))
+        engine_of("Mute", nn.Linear(1, 1))

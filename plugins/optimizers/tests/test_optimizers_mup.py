@@ -5,15 +5,16 @@ ranks under ZeRO.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ds_optimizers
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import plain, relative, same, start, train, weights, whole_weights
 from torch import Tensor, nn
 
-import ds_core
 from ds_core.errors import ConfigError, UsageError
 
 BASE = 4
@@ -43,7 +44,7 @@ class Grown:
         return (self.dims[1] or 1) / (self.dims[0] or 1)
 
 
-def build(width: int = WIDTH) -> nn.Sequential:
+def net(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(3)
     layers = [
         nn.Linear(6, width),
@@ -57,8 +58,8 @@ def build(width: int = WIDTH) -> nn.Sequential:
 
 def model() -> nn.Sequential:
     """`build` with ``infshape``, as ``mup.set_base_shapes(model, base)`` sets it."""
-    made = build()
-    for param, base in zip(made.parameters(), build(BASE).parameters(), strict=True):
+    made = net()
+    for param, base in zip(made.parameters(), net(BASE).parameters(), strict=True):
         dims = zip(param.shape, base.shape, strict=True)
         param.infshape = Grown(tuple(None if n == b else n / b for n, b in dims))  # type: ignore[attr-defined]
     return made
@@ -70,8 +71,9 @@ def batch(step: int, rank: int) -> Tensor:
     )
 
 
-def loss_of(out: Tensor) -> Tensor:
-    return (out - 0.3).square().mean()
+def loss(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = (model(x) - 0.3).square().mean()
+    return out
 
 
 def by_hand(made: nn.Sequential, kind: str) -> list[dict[str, Any]]:
@@ -97,50 +99,36 @@ def by_hand(made: nn.Sequential, kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def alone(kind: str, steps: int, world: int) -> dict[str, Tensor]:
-    made = build()
+def alone(kind: str, steps: int, world: int) -> nn.Module:
+    made = net()
     extra = {"momentum": 0.9} if kind == "MuSGD" else {}
-    optimizer = getattr(torch.optim, kind.removeprefix("Mu"))(by_hand(made, kind), **extra)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (loss_of(made(batch(step, rank))) / world).backward()
-        optimizer.step()
-    return {n: p.detach() for n, p in made.named_parameters()}
+    optimizer = partial(getattr(torch.optim, kind.removeprefix("Mu")), **extra)
+    groups = by_hand(made, kind)
+    plain(made, batch, steps, count=world, optimizer=optimizer, groups=groups, loss=loss)
+    return made
 
 
-def start(kind: str, stage: int, made: nn.Module | None = None, **config: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": kind, "params": KINDS[kind]},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 90,
-            "param_persistence_threshold": 5,
-        },
-        **config,
-    }
-    return ds_core.initialize(model=model() if made is None else made, config=config)[0]
+def engine_of(kind: str, stage: int, made: nn.Module | None = None, **config: Any) -> Any:
+    zero = {"stage": stage, "reduce_bucket_size": 90, "param_persistence_threshold": 5}
+    optimizer = {"type": kind, "params": KINDS[kind]}
+    made = model() if made is None else made
+    return start(made, optimizer=optimizer, **{"zero_optimization": zero, **config})
 
 
-def train(stage: int, kind: str, steps: int) -> dict[str, float]:
-    from ds_testing.truth import relative, whole_weights
-
+def errors_of(stage: int, kind: str, steps: int) -> dict[str, float]:
     from ds_core import comm
 
-    engine = start(kind, stage)
-    for step in range(steps):
-        engine.backward(loss_of(engine(batch(step, comm.rank()))))
-        engine.step()
+    engine = engine_of(kind, stage)
+    train(engine, batch, steps, loss=loss)
     assert type(engine.optimizer).__name__ == kind
     found = whole_weights(engine)
-    return {n: relative(found[n], w) for n, w in alone(kind, steps, comm.world_size()).items()}
+    wanted = weights(alone(kind, steps, comm.world_size()))
+    return {n: relative(found[n], w) for n, w in wanted.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_part_has_its_own_rate_and_decay(kind: str) -> None:
-    errors = train(0, kind, 20)
+    errors = errors_of(0, kind, 20)
     assert len(errors) == 8 and max(errors.values()) <= 1e-12
 
 
@@ -151,10 +139,9 @@ def test_the_classes_split_by_themselves(kind: str) -> None:
     optimizer = getattr(ds_optimizers, kind)(made.parameters(), **params)
     for step in range(5):
         optimizer.zero_grad()
-        loss_of(made(batch(step, 0))).backward()
+        loss(made(batch(step, 0))).backward()
         optimizer.step()
-    wanted = alone(kind, 5, 1)
-    assert all(torch.allclose(p, wanted[n], rtol=1e-10) for n, p in made.named_parameters())
+    same(made, alone(kind, 5, 1), 1e-10)
     again = getattr(ds_optimizers, kind)(optimizer.param_groups, **params)
     assert [g["lr"] for g in again.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
@@ -163,7 +150,7 @@ def test_the_classes_split_by_themselves(kind: str) -> None:
     "stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))]
 )
 def test_two_ranks_do_what_one_does(stage: int) -> None:
-    for errors in run_ranks(2, train, stage, "MuAdamW", 10):
+    for errors in run_ranks(2, errors_of, stage, "MuAdamW", 10):
         assert len(errors) == 8 and max(errors.values()) <= 1e-10
 
 
@@ -183,9 +170,9 @@ def test_a_parameter_without_base_shape_is_an_error_that_names_it() -> None:
         ConfigError,
         match=r"type: '0.weight': .* of shape \(16, 6\) has no infshape.*set_base_shapes",
     ):
-        start("MuAdam", 0, build())
+        engine_of("MuAdam", 0, net())
     with pytest.raises(UsageError, match="has no infshape"):
-        ds_optimizers.MuSGD(build().parameters())
+        ds_optimizers.MuSGD(net().parameters())
     cube = nn.Parameter(torch.zeros(2, 2, 2))
     cube.infshape = Grown((2, 2, 2))  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="3 dimensions that grew"):
@@ -196,13 +183,13 @@ def test_a_schedule_must_leave_the_widths_their_rates() -> None:
     with pytest.raises(
         ConfigError, match=r"scheduler.type: 'WarmupLR' sets one learning rate.*WarmupCosineLR"
     ):
-        start("MuAdam", 0, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
+        engine_of("MuAdam", 0, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
     rates = {"warmup_min_lr": 0, "warmup_max_lr": [0.1, 0.2]}
-    start("MuAdam", 0, scheduler={"type": "WarmupLR", "params": rates})
+    engine_of("MuAdam", 0, scheduler={"type": "WarmupLR", "params": rates})
     params = {"total_num_steps": 10, "warmup_num_steps": 2}
-    engine = start("MuAdam", 0, scheduler={"type": "WarmupCosineLR", "params": params})
+    engine = engine_of("MuAdam", 0, scheduler={"type": "WarmupCosineLR", "params": params})
     for step in range(4):
-        engine.backward(loss_of(engine(batch(step, 0))))
+        engine.backward(loss(engine(batch(step, 0))))
         engine.step()
     narrow, wide = sorted({g["lr"] for g in engine.optimizer.param_groups})
     assert wide == pytest.approx(4 * narrow)

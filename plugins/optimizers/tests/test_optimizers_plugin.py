@@ -12,10 +12,10 @@ import pytest
 import torch
 from ds_optimizers.plugin import OPTIMIZERS
 from ds_testing import PluginConformance
+from ds_testing.truth import start
 from pydantic import BaseModel
 from torch import nn
 
-import ds_core
 from ds_core.entries import resolve
 from ds_core.errors import ConfigError, UsageError
 from ds_core.setup.compose import compose
@@ -40,21 +40,13 @@ def model_of(name: str) -> type[BaseModel]:
     return model
 
 
-def start(type_: str, params: Any = None, **config: Any) -> Any:
+def engine_of(type_: str, params: Any = None, **config: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     for param in model.parameters() if type_.lower().startswith("mu") else ():
         param.infshape = Fixed()  # type: ignore[attr-defined]
-    engine, *_ = ds_core.initialize(
-        model=model,
-        config={
-            "train_batch_size": 2,
-            "optimizer": {"type": type_, "params": params or {}},
-            **LOAD,
-            **config,
-        },
-    )
-    return engine
+    optimizer = {"type": type_, "params": params or {}}
+    return start(model, clip=1.0, optimizer=optimizer, **{**LOAD, **config})
 
 
 def test_every_documented_name_is_there() -> None:
@@ -89,7 +81,7 @@ def test_the_model_has_the_defaults_of_the_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: str) -> None:
-    engine = start(name.upper(), {"lr": 0.05})
+    engine = engine_of(name.upper(), {"lr": 0.05})
     x = torch.randn(2, 3)
     losses = []
     for _ in range(20):
@@ -103,9 +95,9 @@ def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: st
     with pytest.raises(
         ConfigError, match=r"optimizer.params.lrr.*did you mean 'optimizer.params.lr'"
     ):
-        start(name, {"lrr": 1})
+        engine_of(name, {"lrr": 1})
     with pytest.raises(ConfigError, match="max_grad_norm.*gradient_clipping"):
-        start(name, {"max_grad_norm": 1.0})
+        engine_of(name, {"max_grad_norm": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_each_trains_from_the_config_and_unknown_parameters_are_refused(name: st
 )
 def test_what_cannot_be_meant_is_refused(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        start(name, params)
+        engine_of(name, params)
 
 
 def test_the_transport_of_the_1_bit_family_is_noted() -> None:
@@ -153,12 +145,13 @@ def test_arguments_of_deepspeed_s_without_effect(
 
 
 def test_torch_serves_where_it_is_asked_for() -> None:
-    assert type(start("Adam", {"torch_adam": True}).optimizer) is torch.optim.AdamW
+    assert type(engine_of("Adam", {"torch_adam": True}).optimizer) is torch.optim.AdamW
     assert (
-        type(start("Adam", {"amsgrad": True, "adam_w_mode": False}).optimizer) is torch.optim.Adam
+        type(engine_of("Adam", {"amsgrad": True, "adam_w_mode": False}).optimizer)
+        is torch.optim.Adam
     )
-    assert type(start("torch.optim.RMSprop", {"alpha": 0.9}).optimizer) is torch.optim.RMSprop
-    assert type(start("nadam").optimizer) is torch.optim.NAdam
+    assert type(engine_of("torch.optim.RMSprop", {"alpha": 0.9}).optimizer) is torch.optim.RMSprop
+    assert type(engine_of("nadam").optimizer) is torch.optim.NAdam
 
 
 def test_classes_refuse_what_the_documents_say() -> None:
@@ -223,9 +216,9 @@ def test_what_compresses_is_not_copied() -> None:
 @pytest.mark.parametrize("name", ["Lamb", "FusedLamb", "OneBitLamb"])
 def test_lamb_needs_a_dynamic_loss_scale(name: str) -> None:
     with pytest.raises(ConfigError, match=r"fp16.loss_scale: is 128.*dynamic"):
-        start(name, fp16={"enabled": True, "loss_scale": 128})
-    start(name, fp16={"enabled": True})
-    start("Adam", fp16={"enabled": True, "loss_scale": 128})
+        engine_of(name, fp16={"enabled": True, "loss_scale": 128})
+    engine_of(name, fp16={"enabled": True})
+    engine_of("Adam", fp16={"enabled": True, "loss_scale": 128})
 
 
 @pytest.mark.parametrize(
@@ -239,4 +232,4 @@ def test_lamb_needs_a_dynamic_loss_scale(name: str) -> None:
 )
 def test_a_dotted_path_that_leads_nowhere_is_refused(path: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        start(path)
+        engine_of(path)

@@ -4,12 +4,14 @@ checkpoint.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import plain, relative, start, train, weights, whole_weights
 from torch import Tensor, nn
 
 SMALL = {"reduce_bucket_size": 60, "param_persistence_threshold": 5, "prefetch_bucket_size": 40}
@@ -42,7 +44,7 @@ class Net(nn.Module):
         )
 
 
-def build() -> Net:
+def net() -> Net:
     torch.manual_seed(5)
     return Net().double()
 
@@ -57,63 +59,45 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2, 5, generator=make, dtype=torch.float64)
 
 
-def alone(kind: str, steps: int) -> dict[str, Tensor]:
+def alone(kind: str, steps: int) -> nn.Module:
     """One process with plain torch around the optimizer's class, which other tests hold against its
     reference.
     """
     import ds_optimizers
     from ds_optimizers.muon import split_groups
 
-    model = build()
+    model = net()
     params = dict(KINDS[kind])
     names = {p: n for n, p in model.named_parameters()}
     wanted = split_groups(groups(model), names, **params) if kind == "Muon" else groups(model)
-    optimizer = getattr(ds_optimizers, kind)(wanted, **params)
-    for step in range(steps):
-        sum(model(batch(step, rank)) for rank in range(WORLD)).div(WORLD).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return {n: p.detach() for n, p in model.named_parameters()}
+    optimizer = partial(getattr(ds_optimizers, kind), **params)
+    plain(model, batch, steps, count=WORLD, optimizer=optimizer, groups=wanted)
+    return model
 
 
-def start(kind: str, stage: int) -> Any:
-    import ds_core
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "optimizer": {"type": kind, "params": KINDS[kind]},
-        "plugins": {"load": ["ds_optimizers.plugin"]},
-    }
-    if stage:
-        config["zero_optimization"] = {"stage": stage, **SMALL}
-    model = build()
-    engine, *_ = ds_core.initialize(model=model, model_parameters=groups(model), config=config)
-    return engine
+def engine_of(kind: str, stage: int) -> Any:
+    model = net()
+    return start(
+        model,
+        optimizer={"type": kind, "params": KINDS[kind]},
+        model_parameters=groups(model),
+        plugins={"load": ["ds_optimizers.plugin"]},
+        **({"zero_optimization": {"stage": stage, **SMALL}} if stage else {}),
+    )
 
 
-def go(engine: Any, steps: range) -> None:
-    from ds_core import comm
-
-    for step in steps:
-        engine.backward(engine(batch(step, comm.rank())))
-        engine.step()
-
-
-def train(stage: int, steps: int, folder: str) -> dict[str, float]:
-    from ds_testing.truth import relative, whole_weights
-
+def errors_of(stage: int, steps: int, folder: str) -> dict[str, float]:
     errors = {}
     for kind in KINDS:
-        engine = start(kind, stage)
-        go(engine, range(steps // 2))
+        engine = engine_of(kind, stage)
+        train(engine, batch, range(steps // 2))
         engine.save_checkpoint(f"{folder}/{kind}", tag="half")
         engine.destroy()
-        engine = start(kind, stage)
+        engine = engine_of(kind, stage)
         engine.load_checkpoint(f"{folder}/{kind}", tag="half")
-        go(engine, range(steps // 2, steps))
+        train(engine, batch, range(steps // 2, steps))
         found = whole_weights(engine)
-        for name, weight in alone(kind, steps).items():
+        for name, weight in weights(alone(kind, steps)).items():
             errors[f"{kind} {name}"] = relative(found[name], weight)
         engine.destroy()
     return errors
@@ -124,25 +108,23 @@ def train(stage: int, steps: int, folder: str) -> dict[str, float]:
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
 )
 def test_two_ranks_do_what_one_does(stage: int, steps: int, tmp_path: Path) -> None:
-    for errors in run_ranks(WORLD, train, stage, steps, str(tmp_path)):
+    for errors in run_ranks(WORLD, errors_of, stage, steps, str(tmp_path)):
         assert len(errors) == len(KINDS) * 8
         bad = {k: e for k, e in errors.items() if not e <= 1e-9}
         assert not bad
 
 
 def across(folder: str, stage: int, other: int, kind: str) -> float:
-    from ds_testing.truth import relative, whole_weights
-
-    engine = start(kind, stage)
-    go(engine, range(6))
+    engine = engine_of(kind, stage)
+    train(engine, batch, range(6))
     engine.save_checkpoint(folder, tag="six")
     engine.destroy()
-    engine = start(kind, other)
+    engine = engine_of(kind, other)
     engine.load_checkpoint(folder, tag="six")
-    go(engine, range(6, 12))
+    train(engine, batch, range(6, 12))
     found = whole_weights(engine)
     engine.destroy()
-    return max(relative(found[n], w) for n, w in alone(kind, 12).items())
+    return max(relative(found[n], w) for n, w in weights(alone(kind, 12)).items())
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def groups(params: Sequence[nn.Parameter], **extra: Any) -> list[dict[str, Any]]
     ]
 
 
-def train(
+def trained(
     make: Maker, dtype: torch.dtype, steps: int = 100, shapes: Any = SHAPES, reload: bool = True
 ) -> list[Tensor]:
     params = weights(dtype, shapes)
@@ -121,8 +121,8 @@ TORCH: dict[str, tuple[Maker, Maker]] = {
 def test_equals_torchs_own(name: str, dtype: torch.dtype, tolerance: float) -> None:
     make, reference = TORCH[name]
     check(
-        train(make, dtype),
-        train(reference, torch.float64 if dtype is torch.float64 else dtype),
+        trained(make, dtype),
+        trained(reference, torch.float64 if dtype is torch.float64 else dtype),
         tolerance,
     )
 
@@ -150,14 +150,14 @@ PAPERS: dict[str, tuple[Maker, Callable[..., None]]] = {
 @pytest.mark.parametrize("name", list(PAPERS))
 def test_equals_the_paper(name: str) -> None:
     make, update = PAPERS[name]
-    check(train(make, torch.float64), by_hand(update, torch.float64), 1e-11)
+    check(trained(make, torch.float64), by_hand(update, torch.float64), 1e-11)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_narrow_types_follow_the_paper(name: str, dtype: torch.dtype, tolerance: float) -> None:
     make, update = PAPERS[name]
-    check(train(make, dtype), by_hand(update, dtype), tolerance)
+    check(trained(make, dtype), by_hand(update, dtype), tolerance)
 
 
 def test_states_of_16_bit_parameters_are_fp32_unless_told_otherwise() -> None:
@@ -188,7 +188,7 @@ def test_muon_equals_the_paper(method: str, dtype: torch.dtype, tolerance: float
     def update(p: Tensor, g: Tensor, s: dict[str, Any], *, lr: float, wd: float) -> None:
         (papers.muon if lr == RATES[0] else papers.muon_adam)(p, g, s, lr=lr, wd=wd)
 
-    check(train(make, dtype, shapes=MATRICES), by_hand(update, dtype, shapes=MATRICES), tolerance)
+    check(trained(make, dtype, shapes=MATRICES), by_hand(update, dtype, shapes=MATRICES), tolerance)
 
 
 def test_orthogonal_means_singular_values_near_one() -> None:
@@ -316,7 +316,7 @@ def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
                 optimizer.use_kernels(table)
                 return optimizer
 
-            found.append(train(make, torch.float32, 12, shapes))
+            found.append(trained(make, torch.float32, 12, shapes))
             portions = name not in ("Lamb", "Muon") and threads > 1
             assert bool(table.asked) is portions
             if portions:  # of 150 parameters in each group, a seventh without a gradient

@@ -12,23 +12,19 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing.truth import start
 from pipe_models import MICRO, Plain, batch
 
 SCHEDULES = [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)]
 
 
-def start(model: nn.Module, gas: int = 2, schedule: str = "auto", **more: Any) -> Any:
-    import ds_core
-
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
-        **({"pipeline": {"schedule": schedule}} if not isinstance(model, Plain) else {}),
-        **more.pop("config", {}),
-    }
-    return ds_core.initialize(model=model, config=config, **more)[0]
+def pipeline_engine(model: nn.Module, gas: int = 2, schedule: str = "auto", **more: Any) -> Any:
+    """An engine of a pipeline, or of the plain module. more: for `start`."""
+    sections = {} if isinstance(model, Plain) else {"pipeline": {"schedule": schedule}}
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}}
+    return start(
+        model, micro=MICRO, gas=gas, **{"clip": 0.4, "optimizer": adamw, **sections, **more}
+    )
 
 
 def batches(count: int, step: int = 0, index: int = 0, length: int = 5) -> Iterator[Any]:

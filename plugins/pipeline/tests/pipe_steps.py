@@ -12,22 +12,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing.truth import start
 from pipe_models import MICRO
 
 W = 6
 
 
-def start(model: nn.Module, gas: int = 2, **more: Any) -> Any:
-    import ds_core
-
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **more.pop("config", {}),
-    }
-    return ds_core.initialize(model=model, config=config, **more)[0]
+def pipeline_engine(model: nn.Module, gas: int = 2, **more: Any) -> Any:
+    """An engine of a pipeline. more: for `start`."""
+    return start(model, micro=MICRO, gas=gas, **more)
 
 
 def squares(outputs: Tensor, labels: Tensor) -> Tensor:

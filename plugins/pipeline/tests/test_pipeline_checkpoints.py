@@ -14,30 +14,21 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint.offline import open_saved
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from pipe_models import MICRO, Plain, batch, pipeline
 
 GAS = 2
 
 
-def start(stages: int | None, chunks: int, zero: int) -> Any:
+def engine_of(stages: int | None, chunks: int, zero: int) -> Any:
     """An engine of so many stages; None: of the plain module."""
-    import ds_core
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": GAS,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": zero,
-            "reduce_bucket_size": 300,
-            "param_persistence_threshold": 8,
-        },
-    }
     model = Plain() if stages is None else pipeline(stages, chunks)
     with torch.no_grad():  # what is loaded must not have been there before
         for param in model.parameters():
             param.add_(1.0)
-    return ds_core.initialize(model=model, config=config)[0]
+    section = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    return start(model, micro=MICRO, gas=GAS, clip=1.0, optimizer=adamw, zero_optimization=section)
 
 
 def steps(engine: Any, begin: int, end: int) -> list[float]:
@@ -52,7 +43,7 @@ def steps(engine: Any, begin: int, end: int) -> list[float]:
 
 
 def saves(folder: Path, stages: int, chunks: int, zero: int) -> list[float]:
-    engine = start(stages, chunks, zero)
+    engine = engine_of(stages, chunks, zero)
     losses = steps(engine, 0, 2)
     engine.save_checkpoint(str(folder), tag="here")
     losses += steps(engine, 2, 4)
@@ -62,7 +53,7 @@ def saves(folder: Path, stages: int, chunks: int, zero: int) -> list[float]:
 
 
 def goes_on(folder: Path, stages: int | None, chunks: int, zero: int, tag: str) -> list[float]:
-    engine = start(stages, chunks, zero)
+    engine = engine_of(stages, chunks, zero)
     engine.load_checkpoint(str(folder), tag="here")
     assert engine.global_steps == 2
     losses = steps(engine, 2, 4)

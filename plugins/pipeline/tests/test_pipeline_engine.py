@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline, specs
-from pipe_steps import linears, plain_step, rows, squares, start, trains_like
+from pipe_steps import linears, pipeline_engine, plain_step, rows, squares, trains_like
 
 from ds_core.errors import ConfigError, UsageError
 from ds_core.mesh import plan_mesh
@@ -56,7 +56,7 @@ def has_a_topology() -> None:
         UsageError, match="once ds_core.initialize has been called with the module, without mpu="
     ):
         model.mpu().get_pipe_parallel_group()
-    engine = start(model)
+    engine = pipeline_engine(model)
     mpu = engine.mpu()
     rank = comm.rank()
     assert engine.topology().get_axis_names() == ["pipe", "data"]
@@ -83,7 +83,7 @@ def has_a_topology() -> None:
     ]
     for topology, why in wrong:
         with pytest.raises(UsageError, match=why):
-            start(PipelineModule(linears(4), topology=topology, loss_fn=squares))
+            pipeline_engine(PipelineModule(linears(4), topology=topology, loss_fn=squares))
 
     units = ModuleType("own_units")  # makes a mesh of any unit
     vars(units)["ds_mesh"] = lambda rank, world_size: plan_mesh([], world_size, rank)
@@ -106,7 +106,7 @@ def stands_beside_another_axis() -> list[Any]:
         "fake_axes": {"axes": {"cp": 2}},
         "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
-    engine = start(pipeline(2), config=config)
+    engine = pipeline_engine(pipeline(2), **config)
     truth = Plain()
     assert set(engine.topology().get_axis_names()) == {"pipe", "cp", "data"}
     ours = engine.train_batch(iter([batch(0, m, 0) for m in range(2)])).item()
@@ -130,7 +130,7 @@ def test_names_of_deepspeed_s_module_say_what_there_is_instead() -> None:
         _ = model.allreduce_tied_weight_gradients
     with pytest.raises(AttributeError, match="^'PipelineModule' object has no attribute 'other'$"):
         _ = model.other
-    engine = start(model)
+    engine = pipeline_engine(model)
     with pytest.raises(
         AttributeError, match="^a PipelineModule has no allreduce_tied_weight_gradients"
     ):
@@ -163,10 +163,12 @@ def reports(folder: Path) -> None:
     truth = copy.deepcopy(layers)
     monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     model = Tells(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
-    engine = start(
+    engine = pipeline_engine(
         model,
         gas=3,
-        config={"csv_monitor": monitor, "steps_per_print": 1, "comms_guard": {"enabled": True}},
+        csv_monitor=monitor,
+        steps_per_print=1,
+        comms_guard={"enabled": True},
     )
     engine.compile(backend="eager")
     assert engine.train_batch(iter(rows(3, 9))).item() == pytest.approx(
@@ -205,7 +207,7 @@ def only_evaluates(zero: int) -> None:
         engine.destroy()
     for chunks in (1, 2):
         section = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
-        engine = start(pipeline(2, chunks), config={"zero_optimization": section})
+        engine = pipeline_engine(pipeline(2, chunks), zero_optimization=section)
         truth = Plain()
         for step in range(2):
             given = [batch(step, m, 0) for m in range(2)]
@@ -225,7 +227,7 @@ def misuses() -> None:
     """
     from ds_core import comm
 
-    engine = start(pipeline(2))
+    engine = pipeline_engine(pipeline(2))
     first = comm.rank() == 0
     pattern = "ranks do not make the same call: this one is in "
     given = [batch(0, m, 0) for m in range(3)]

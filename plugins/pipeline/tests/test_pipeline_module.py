@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ds_testing import run_ranks
 from pipe_models import batch, pipeline
-from pipe_steps import W, linears, mean, rows, squares, start, trains_like
+from pipe_steps import W, linears, mean, pipeline_engine, rows, squares, trains_like
 
 from ds_core.errors import UsageError
 
@@ -28,7 +28,9 @@ def takes_every_kind_of_layers() -> None:
     layers = linears(3)
     truth = copy.deepcopy(layers)
     net = nn.Sequential(layers[0], nn.ReLU(inplace=True), layers[1], nn.Tanh(), layers[2])
-    engine = start(PipelineModule(net, num_stages=2, loss_fn=squares, partition_method="uniform"))
+    engine = pipeline_engine(
+        PipelineModule(net, num_stages=2, loss_fn=squares, partition_method="uniform")
+    )
     trains_like(engine, [truth[0], torch.relu, truth[1], torch.tanh, truth[2]])
     engine.destroy()
 
@@ -39,7 +41,7 @@ def takes_every_kind_of_layers() -> None:
     model = PipelineModule(parts, num_stages=2, partition_method="type:Linear|Sequential")
     assert model.partitions() == [0, 1, 3]
     assert model.changes_inputs(0) == model.is_last_stage()
-    engine = start(model)
+    engine = pipeline_engine(model)
     trains_like(engine, [truth[0], torch.relu, truth[1], mean], None)
     engine.destroy()
 
@@ -52,7 +54,9 @@ def takes_every_kind_of_layers() -> None:
     model.seed_layers = False
     torch.manual_seed(3)
     truth = [nn.Linear(W, W).double(), torch.relu]
-    engine = start(model, model_parameters=[p for p in model.parameters() if p.requires_grad])
+    engine = pipeline_engine(
+        model, model_parameters=[p for p in model.parameters() if p.requires_grad]
+    )
     trains_like(engine, truth)
     engine.destroy()
 
@@ -68,7 +72,7 @@ def freezes() -> None:
         truth = copy.deepcopy(layers)
         model = PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
         config = {"pipeline": {"schedule": schedule}}
-        engine = start(model, config=config, model_parameters=list(model.parameters()))
+        engine = pipeline_engine(model, **config, model_parameters=list(model.parameters()))
         trains_like(engine, truth)
         for layer in (*layers[:2], *truth[:2]):
             layer.requires_grad_(True)
@@ -118,7 +122,7 @@ def recomputes() -> None:
     for options, section, runs, through_func in cases:
         called.clear()
         Told.runs = 0
-        engine = start(model(**options), config={"pipeline": section})
+        engine = pipeline_engine(model(**options), pipeline=section)
         copied = copy.deepcopy(truth)
         trains_like(engine, copied, steps=1)
         assert (Told.runs, len(called)) == (runs, through_func), (options, section)
@@ -147,7 +151,7 @@ def recomputes_inside() -> None:
         layers = [*linears(2), Inside(reentrant), *linears(1)]
         truth = copy.deepcopy(layers)
         model = PipelineModule(layers, num_stages=2, loss_fn=squares, partition_method="uniform")
-        engine = start(model, config={"pipeline": {"schedule": "zero_bubble"}})
+        engine = pipeline_engine(model, pipeline={"schedule": "zero_bubble"})
         trains_like(engine, truth)
         engine.destroy()
 
@@ -176,7 +180,7 @@ def seeds() -> None:
     mine = [0, 1] if model.is_first_stage() else [2]
     assert told == [50 + i for i in mine]
     told.clear()
-    engine = start(model, gas=2)
+    engine = pipeline_engine(model, gas=2)
     engine.train_batch(iter(rows(2)))
     assert told == [50 * micro + i for micro in (1, 2) for i in mine]
     engine.destroy()
@@ -258,7 +262,7 @@ def starts_unseeded(zero: int) -> list[Any]:
 
     torch.manual_seed(comm.rank())  # every process its own weights
     model = pipeline(2, seed_layers=False)
-    engine = start(model, config={"zero_optimization": {"stage": zero, "reduce_bucket_size": 300}})
+    engine = pipeline_engine(model, zero_optimization={"stage": zero, "reduce_bucket_size": 300})
     dp = engine.ctx.mesh.size("dp")
     index = engine.ctx.mesh.index("dp")
     first = whole_weights(engine)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, pipeline
-from pipe_runs import batches, close, numbers, plain_loss, squares, start
+from pipe_runs import batches, close, numbers, pipeline_engine, plain_loss, squares
 
 # -- precision -------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ def trains_in(name: str, schedule: str, stages: int, chunks: int, zero: int) -> 
         "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     }
     config = {**sections[name], "zero_optimization": {"stage": zero}}
-    engine = start(pipeline(stages, chunks).float(), gas=3, schedule=schedule, config=config)
+    engine = pipeline_engine(pipeline(stages, chunks).float(), gas=3, schedule=schedule, **config)
     losses = []
     for step in range(4):
         if name == "fp16" and step == 1:
@@ -75,7 +75,7 @@ def trains_few_layers() -> None:
     for schedule in ("1f1b", "zero_bubble"):
         options = {"seed_layers": True, "base_seed": 3, "partition_method": "uniform"}
         model = PipelineModule(specs, num_stages=4, loss_fn=squares, **options).double()
-        engine = start(model, gas=2, schedule=schedule)
+        engine = pipeline_engine(model, gas=2, schedule=schedule)
         assert model.partitions() == [0, 1, 2, 3, 3]
         truth = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
         for index in (0, 2):
@@ -116,7 +116,7 @@ def trains_beside_tp(pipe_partitioned: bool) -> int:
             "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
             "pipeline": {"pipe_partitioned": pipe_partitioned, "schedule": "zero_bubble"},
         }
-        engine = start(pipeline(2), gas=3, config=config)
+        engine = pipeline_engine(pipeline(2), gas=3, **config)
         truth = Plain()
         optimizer = torch.optim.AdamW(truth.parameters(), lr=0.01)
         assert engine.mpu().get_model_parallel_world_size() == 2
@@ -161,7 +161,7 @@ def ties_all() -> tuple[list[Tensor], list[str]]:
     log.setLevel(logging.INFO)
     layers = [TiedLayerSpec("t", Seeded, 4), nn.Tanh(), TiedLayerSpec("t", Seeded, 4)]
     net = PipelineModule(layers, num_stages=2, loss_fn=lambda out, y: (out - y).square().mean())
-    engine = start(net, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine = pipeline_engine(net, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     x = torch.linspace(-1, 1, 4 * MICRO).view(MICRO, 4)
     for _ in range(2):
         engine.train_batch(iter([(x, x)] * 2))

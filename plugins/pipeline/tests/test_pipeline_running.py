@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_testing import run_ranks
 from ds_testing.pool import RemoteError
 from pipe_models import Plain, batch, pipeline
-from pipe_runs import SCHEDULES, batches, close, numbers, plain_loss, squares, start
+from pipe_runs import SCHEDULES, batches, close, numbers, pipeline_engine, plain_loss, squares
 
 from ds_core.engine import RepeatingLoader
 from ds_core.errors import DSError, UsageError
@@ -27,7 +27,7 @@ from ds_core.errors import DSError, UsageError
 
 
 def evaluates(chunks: int) -> None:
-    engine = start(pipeline(2, chunks))
+    engine = pipeline_engine(pipeline(2, chunks))
     truth = Plain()
     last = engine.is_last_stage()
     assert close(engine.eval_batch(batches(2)), plain_loss(truth, 2))
@@ -91,7 +91,7 @@ def arranged(row: dict[str, Tensor]) -> Any:
 
 
 def takes_data() -> None:
-    engine = start(pipeline(2))
+    engine = pipeline_engine(pipeline(2))
     truth = Plain()
     engine.set_dataiterator(batches(4))
     assert close(engine.train_batch(), plain_loss(truth, 2))
@@ -104,7 +104,7 @@ def takes_data() -> None:
         engine.train_batch()
     engine.destroy()
 
-    engine = start(pipeline(2), training_data=Numbers())
+    engine = pipeline_engine(pipeline(2), training_data=Numbers())
     rows: list[Any] = []
     engine.set_batch_fn(lambda row: rows.append(arranged(row)) or rows[-1])
     assert close(engine.train_batch(), sum(truth(*row).item() for row in rows) / 2)
@@ -133,7 +133,7 @@ def fails_half_way() -> None:
 
     from ds_core import comm
 
-    engine = start(
+    engine = pipeline_engine(
         PipelineModule([nn.Linear(6, 6), Explodes()], num_stages=2, loss_fn=squares).double(), gas=1
     )
     if engine.is_last_stage():
@@ -158,7 +158,7 @@ def test_where_batches_come_from() -> None:
 def runs_out_on_one() -> None:
     from ds_core import comm
 
-    engine = start(pipeline(2))
+    engine = pipeline_engine(pipeline(2))
     with pytest.raises(StopIteration):  # rank 3 alone is short of one
         engine.train_batch(batches(1 if comm.rank() == 3 else 2))
     engine.train_batch(batches(2))
@@ -204,7 +204,7 @@ def trains_with_shapes(schedule: str, chunks: int) -> None:
     ]
     options: dict[str, Any] = {"loss_fn": squares, "partition_method": "uniform", "chunks": chunks}
     model = PipelineModule(layers, num_stages=2, dynamic_shape=True, **options).double()
-    engine = start(model, gas=4, schedule=schedule)
+    engine = pipeline_engine(model, gas=4, schedule=schedule)
     optimizer = torch.optim.AdamW(
         [p for t in truth if isinstance(t, nn.Module) for p in t.parameters()], lr=0.01
     )
@@ -238,7 +238,7 @@ def shapes_change_unasked() -> None:
     model = PipelineModule(
         [Shorten(), widen], num_stages=2, loss_fn=squares, partition_method="uniform"
     ).double()
-    engine = start(model, gas=1)
+    engine = pipeline_engine(model, gas=1)
     inputs = torch.ones(2, 6).double()
     labels = torch.zeros(2, 6).double()
     engine.train_batch(iter([(inputs * 0.1, labels)]))
@@ -270,11 +270,11 @@ def refuses() -> list[str]:
         lambda: LayerSpec(torch.tanh),  # type: ignore[arg-type]
         lambda: PipelineModule([linear, torch.tanh], num_stages=2, partition_method="type:Conv"),
         lambda: PipelineModule([linear, torch.tanh], num_stages=2, partition_method="profile"),
-        lambda: start(linear, config={"pipeline": {}}),
-        lambda: start(pipeline(2), config={"pipeline": {"stages": 4}}),
-        lambda: start(pipeline(2), schedule="interleaved"),
-        lambda: start(pipeline(2, 2), schedule="zero_bubble"),
-        lambda: start(pipeline(2), schedule="gpipe"),
+        lambda: pipeline_engine(linear, pipeline={}),
+        lambda: pipeline_engine(pipeline(2), pipeline={"stages": 4}),
+        lambda: pipeline_engine(pipeline(2), schedule="interleaved"),
+        lambda: pipeline_engine(pipeline(2, 2), schedule="zero_bubble"),
+        lambda: pipeline_engine(pipeline(2), schedule="gpipe"),
     ]
     told = []
     for attempt in attempts:

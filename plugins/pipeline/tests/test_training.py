@@ -44,14 +44,14 @@ def make_engine(stages: int, chunks: int, config: dict[str, Any], **more: Any) -
     return ds_core.initialize(model=pipeline(stages, chunks, **more), config=config)[0]
 
 
-def compare(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
+def errors_of_cases(stages: int, cases: list[list[Any]]) -> list[list[Any]]:
     """Per case (schedule, chunks, zero, gas, reduce, interval): the worst errors of losses and
     weights.
     """
-    return [[*case, *_compare(stages, *case)] for case in cases]
+    return [[*case, *_errors_of(stages, *case)] for case in cases]
 
 
-def _compare(
+def _errors_of(
     stages: int, schedule: str, chunks: int, zero: int, gas: int, reduce: str, interval: int
 ) -> list[float]:
     from ds_testing.truth import relative, whole_weights
@@ -121,14 +121,14 @@ def test_adamw_recompute_and_early_reduction(world: int, stages: int) -> None:
         ]
         if stages < world or zero in (0, 3)  # with one data rank there is little to reduce
     ]
-    check(run_ranks(world, compare, stages, cases))
+    check(run_ranks(world, errors_of_cases, stages, cases))
 
 
 @pytest.mark.fast_cases("2-2")
 @pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 4)])
 def test_a_schedule_of_ones_own_trains(world: int, stages: int) -> None:
     cases = [["own_schedule:GPipe", 1, zero, gas, "batch", 0] for zero, gas in [(0, 5), (2, 8)]]
-    check(run_ranks(world, compare, stages, cases))
+    check(run_ranks(world, errors_of_cases, stages, cases))
 
 
 def runs_a_wrong_schedule() -> None:

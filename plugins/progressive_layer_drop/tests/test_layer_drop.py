@@ -23,6 +23,7 @@ from ds_progressive_layer_drop.schedule import (
     theta_at,
 )
 from ds_testing import run_ranks
+from ds_testing.truth import difference, plain, start, train, whole_weights
 from torch import Tensor, nn
 
 import ds_core
@@ -33,6 +34,7 @@ PLD = {"enabled": True, "theta": 0.3, "gamma": 0.5}
 SMALL = {"reduce_bucket_size": 100, "param_persistence_threshold": 5}
 LAYERS = 4
 GLOBAL = 8
+SGD = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.5}}
 
 
 class Layer(nn.Module):
@@ -71,89 +73,65 @@ def samples(step: int) -> Tensor:
     )
 
 
-def alone(steps: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Plain torch: the layers of each step chosen and rescaled here."""
-    model = Net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    losses = []
-    for step in range(steps):
-        theta = (1 - 0.3) * math.exp(-0.5 * step) + 0.3
-        x = model.first(samples(step))
-        for index, layer in enumerate(model.layers):
-            keep = 1 - (index + 1) / LAYERS * (1 - theta)
-            if runs(1234, step, index, keep):
-                x = x + 0.5 * layer.inner(x) / keep  # type: ignore[operator]
-        loss = (model.last(x) - 0.3).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {n: p.detach() for n, p in model.named_parameters()}, losses
+def dropped(model: Any, given: tuple[int, Tensor]) -> Tensor:
+    """The loss by plain torch: the layers of each step chosen and rescaled here."""
+    step, x = given
+    theta = (1 - 0.3) * math.exp(-0.5 * step) + 0.3
+    x = model.first(x)
+    for index, layer in enumerate(model.layers):
+        keep = 1 - (index + 1) / LAYERS * (1 - theta)
+        if runs(1234, step, index, keep):
+            x = x + 0.5 * layer.inner(x) / keep
+    loss: Tensor = (model.last(x) - 0.3).square().mean()
+    return loss
 
 
-def start(
+def dropping(
     model: nn.Module | None = None, gas: int = 1, world: int = 1, pld: Any = None, **config: Any
 ) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": GLOBAL // gas // world,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.5}},
-        "progressive_layer_drop": PLD if pld is None else pld,
-        **config,
-    }
-    return ds_core.initialize(model=Net().double() if model is None else model, config=config)[0]
+    model = Net().double() if model is None else model
+    pld = PLD if pld is None else pld
+    micro = GLOBAL // gas // world
+    return start(model, micro=micro, gas=gas, optimizer=SGD, progressive_layer_drop=pld, **config)
 
 
 def go(engine: Any, steps: range) -> list[float]:
-    from ds_core import comm
-
-    losses = []
-    world = comm.world_size()
-    for step in steps:
-        mine = samples(step).chunk(world)[comm.rank()]
-        total = 0.0
-        for part in mine.chunk(engine.gradient_accumulation_steps()):
-            loss = (engine(part) - 0.3).square().mean()
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / engine.gradient_accumulation_steps()
-        losses.append(sum(comm.all_gather_json(total)) / world if world > 1 else total)
-    return losses
+    parts = engine.gradient_accumulation_steps() * engine.ctx.mesh.size("dp")
+    return train(
+        engine,
+        lambda step, index: samples(step).chunk(parts)[index],
+        steps,
+        loss=lambda model, x: (model(x) - 0.3).square().mean(),
+    )
 
 
-def train(stage: int, gas: int, folder: str, recompute: bool = False) -> float:
+def through_a_checkpoint(stage: int, gas: int, folder: str, recompute: bool = False) -> float:
     """The largest difference of losses and weights from plain torch, through a checkpoint in the
     middle.
     """
-    from ds_testing.truth import whole_weights
-
     from ds_core import comm
 
     world = comm.world_size()
-    steps = 8
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, **SMALL}} if stage else {}
     if recompute:
         config["activation_checkpointing"] = {"modules": "auto"}
-    losses = []
-    for part in (range(steps // 2), range(steps // 2, steps)):
-        engine = start(gas=gas, world=world, **config)
-        if part.start:
-            engine.load_checkpoint(folder, tag="half")
-        losses += go(engine, part)
-        if part.start == 0:
-            engine.save_checkpoint(folder, tag="half")
-            engine.destroy()
-    wanted, plain = alone(steps)
+    engine = dropping(gas=gas, world=world, **config)
+    losses = go(engine, range(4))
+    engine.save_checkpoint(folder, tag="half")
+    engine.destroy()
+    engine = dropping(gas=gas, world=world, **config)
+    engine.load_checkpoint(folder, tag="half")
+    losses += go(engine, range(4, 8))
     found = whole_weights(engine)
     engine.destroy()
-    far = [abs(a - b) for a, b in zip(losses, plain, strict=True)]
-    return max(*far, *((found[n] - w).abs().max().item() for n, w in wanted.items()))
+    truth = Net().double()
+    wanted = plain(truth, lambda step, _: (step, samples(step)), 8, optimizer=SGD, loss=dropped)
+    return max(difference(losses, wanted), difference(found, truth))
 
 
 @pytest.mark.parametrize("gas", [1, 4])
 def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
-    assert train(0, gas, str(tmp_path)) < 1e-10
+    assert through_a_checkpoint(0, gas, str(tmp_path)) < 1e-10
     thetas = [theta_at(step, 0.3, 0.5) for step in range(8)]
     ran = [
         runs(1234, s, i, keep_probability(i, 4, theta))
@@ -173,11 +151,11 @@ def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
     ],
 )
 def test_ranks_skip_the_same_layers(world: int, stage: int, tmp_path: Path) -> None:
-    assert max(run_ranks(world, train, stage, 1, str(tmp_path))) < 1e-10
+    assert max(run_ranks(world, through_a_checkpoint, stage, 1, str(tmp_path))) < 1e-10
 
 
 def test_recomputation_runs_what_forward_ran(tmp_path: Path) -> None:
-    assert train(0, 2, str(tmp_path), True) < 1e-10
+    assert through_a_checkpoint(0, 2, str(tmp_path), True) < 1e-10
 
 
 def test_the_schedule_is_the_documented_one() -> None:
@@ -203,7 +181,7 @@ class Told(Net):
 
 def test_a_forward_that_asks_for_theta_is_told() -> None:
     model = Told().double()
-    engine = start(model)
+    engine = dropping(model)
     go(engine, range(3))
     assert model.seen == (True, theta_at(2, 0.3, 0.5))
     assert sum(layer.calls for layer in model.layers) == 3 * LAYERS  # type: ignore[attr-defined, misc]
@@ -214,7 +192,7 @@ def test_a_forward_that_asks_for_theta_is_told() -> None:
 
 
 def test_outputs_keep_their_form_and_evaluation_runs_all() -> None:
-    engine = start(
+    engine = dropping(
         Net(pair=True).double(), pld={"enabled": True, "theta": 0.01, "gamma": 100.0, "seed": 3}
     )
     layers: Any = engine.module.layers
@@ -229,7 +207,7 @@ def test_outputs_keep_their_form_and_evaluation_runs_all() -> None:
 def test_a_run_that_begins_with_a_skipped_layer_learns_its_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = start(Net(pair=True).double())
+    engine = dropping(Net(pair=True).double())
     monkeypatch.setattr("ds_progressive_layer_drop.dropping.runs", lambda *_: False)
     engine.global_steps = 5
     engine.backward(engine(samples(0)).square().mean())
@@ -238,7 +216,7 @@ def test_a_run_that_begins_with_a_skipped_layer_learns_its_form(
 
 
 def test_signatures_and_copies_stay() -> None:
-    engine = start()
+    engine = dropping()
     layer = engine.module.layers[0]
     assert list(inspect.signature(layer.forward).parameters) == ["hidden_states", "scale"]
     twin = copy.deepcopy(layer)
@@ -255,7 +233,7 @@ def test_layers_of_transformers_are_skipped() -> None:
         vocab_size=32,
     )
     torch.manual_seed(0)
-    engine = start(
+    engine = dropping(
         transformers.LlamaForCausalLM(made), pld={"enabled": True, "theta": 0.2, "gamma": 1.0}
     )
     ids = torch.randint(0, 32, (8, 9))
@@ -279,12 +257,12 @@ def test_layers_of_transformers_are_skipped() -> None:
 )
 def test_what_cannot_be_meant_is_an_error(pld: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, UsageError, ds_core.errors.PluginError), match=words):
-        start(pld=pld)
+        dropping(pld=pld)
 
 
 def test_a_layer_of_another_shape_is_named() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(5, 6)), nn.Sequential(nn.Linear(6, 2))).double()
-    engine = start(model)
+    engine = dropping(model)
     # at once, not when it is to be skipped
     with pytest.raises(UsageError, match="layer '0' cannot be skipped"):
         engine(samples(0))
