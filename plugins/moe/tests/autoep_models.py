@@ -4,13 +4,13 @@ our own.
 
 from __future__ import annotations
 
-import os
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from ds_moe.autoep.presets import Preset
+from ds_testing.truth import plain, tiny
 from torch import Tensor, nn
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3")
@@ -20,19 +20,12 @@ VOCABULARY = 48
 EXPERTS = 8
 
 
-_LLAMA: dict[str, Any] = {
+_SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "use_cache": False,
     "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
     "num_experts_per_tok": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
 }
 _INNER: dict[str, Any] = {"moe_intermediate_size": 12}
 _LATENT = _INNER | {
@@ -56,51 +49,34 @@ _LINEAR = {
 }
 
 
+_KEYS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS},
+    "qwen2_moe": _INNER | {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS},
+    "qwen3_moe": _INNER | {"num_experts": EXPERTS, "norm_topk_prob": True},
+    "qwen3_5_moe": _INNER | _LINEAR | {"num_experts": EXPERTS},
+    "deepseek_v2": _LATENT
+    | {
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": _LATENT | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+
+
 def hugging_face(kind: str, **more: Any) -> Any:
     """A model of the transformers library in fp64, with random weights that are the same in every
     process.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers as hf
-
-    torch.manual_seed(5)
-    config = _config(kind, more)
-    config._experts_implementation = "eager"  # the library's fast kernel takes no fp64
-    model: Any = hf.AutoModelForCausalLM.from_config(config).double().train()
+    family = "qwen3_5_moe_text" if kind == "qwen3_5_moe" else kind
+    keys = _SIZES | _KEYS[kind] | more
+    # The library's fast kernel of experts takes no fp64.
+    model = tiny(family, seed=5, experts="eager", **keys).double().train()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "gate.weight" in name or "correction_bias" in name:
             tensor.data.normal_(std=0.5)  # some are made as zeros, with which all experts would tie
     return model
-
-
-def _config(kind: str, more: dict[str, Any]) -> Any:
-    import transformers as hf
-
-    if kind == "mixtral":
-        return hf.MixtralConfig(**_LLAMA | {"num_local_experts": EXPERTS} | more)
-    if kind == "qwen2_moe":
-        shared = {"shared_expert_intermediate_size": 12, "num_experts": EXPERTS}
-        return hf.Qwen2MoeConfig(**_LLAMA | _INNER | shared | more)
-    if kind == "qwen3_moe":
-        return hf.Qwen3MoeConfig(
-            **_LLAMA | _INNER | {"num_experts": EXPERTS, "norm_topk_prob": True} | more
-        )
-    if kind == "qwen3_5_moe":
-        from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
-
-        return Qwen3_5MoeTextConfig(**_LLAMA | _INNER | _LINEAR | {"num_experts": EXPERTS} | more)
-    if kind == "deepseek_v2":
-        grouped = {
-            "topk_method": "group_limited_greedy",
-            "routed_scaling_factor": 1.5,
-            "n_shared_experts": 1,
-        }
-        return hf.DeepseekV2Config(
-            **_LLAMA | _LATENT | grouped | {"first_k_dense_replace": 1} | more
-        )
-    return hf.DeepseekV3Config(
-        **_LLAMA | _LATENT | {"n_shared_experts": 1, "first_k_dense_replace": 1} | more
-    )
 
 
 class OldRouter(nn.Module):
@@ -144,6 +120,12 @@ def ids(step: int, rank: int) -> Tensor:
     """Few different tokens, others on each rank, so that routers send them to few experts."""
     torch.manual_seed(100 + 10 * step + rank)
     return torch.randint(6 * rank, 6 * rank + 8, (BATCH, LENGTH))
+
+
+def texts(step: int, rank: int) -> dict[str, Tensor]:
+    """The arguments of the model."""
+    tokens = ids(step, rank)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 # -- our own ---------------------------------------------------------------------------------------
@@ -303,26 +285,13 @@ PRESET = Preset(
 # -- training --------------------------------------------------------------------------------------
 
 STEPS = 10
-ADAM = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}}
 """A smaller eps would blow up the rounding of gradients that are almost nothing."""
 
 
-def plain(model: Any, world: int, steps: int = STEPS) -> list[float]:
+def alone(model: Any, world: int, steps: Any = STEPS) -> list[float]:
     """Losses of one process of plain torch that takes all ranks' batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for rank in range(world):
-            batch = ids(step, rank)
-            loss = model(input_ids=batch, labels=batch).loss / world
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return plain(model, texts, steps, count=world, clip=0.5, optimizer=ADAMW)
 
 
 def unless_installed(**sections: str) -> list[str]:
@@ -338,7 +307,7 @@ def settings(ep: int, stage: int, **section: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": ADAM},
+        "optimizer": ADAMW,
         "plugins": {"load": ["ds_zero.plugin", *unless_installed(expert_parallel="ds_moe.plugin")]},
     }
     if ep:
@@ -346,33 +315,3 @@ def settings(ep: int, stage: int, **section: Any) -> dict[str, Any]:
     if stage:
         config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 20}
     return config
-
-
-def train(engine: Any, steps: range, parts: int = 1) -> list[float]:
-    """Losses of all ranks together; each takes `parts` batches per step."""
-    from ds_core import comm
-
-    losses = []
-    for step in steps:
-        total = torch.zeros((), dtype=torch.float64)
-        for part in range(parts):
-            batch = ids(step, comm.rank() * parts + part)
-            loss = engine(input_ids=batch, labels=batch).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach()
-        comm.all_reduce(total)
-        losses.append(total.item() / comm.world_size() / parts)
-    return losses
-
-
-def weights_off(model: Any, truth: Any) -> float:
-    """The largest difference between the weights and those of the truth."""
-    wanted = dict(truth.named_parameters())
-    worst = 0.0
-    for name, mine in model.named_parameters():
-        theirs = wanted.pop(name)
-        assert mine.shape == theirs.shape, f"{name}: {tuple(mine.shape)} {tuple(theirs.shape)}"
-        worst = max(worst, float((mine - theirs).abs().max()))
-    assert not wanted, f"the model has no {', '.join(wanted)}"
-    return worst

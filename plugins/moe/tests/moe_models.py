@@ -119,7 +119,7 @@ def fill(model: nn.Module) -> nn.Module:
     return model
 
 
-def build(ep: int, k: int, factor: float | None, residual: bool = False) -> nn.Module:
+def moe_net(ep: int, k: int, factor: float | None, residual: bool = False) -> nn.Module:
     """factor: of capacity; None drops nothing. The second layer's experts are on every rank."""
     options = {**QUIET, "drop_tokens": factor is not None, "capacity_factor": factor or 1.0}
     options["eval_capacity_factor"] = options["capacity_factor"]
@@ -130,7 +130,7 @@ def build(ep: int, k: int, factor: float | None, residual: bool = False) -> nn.M
     return fill(Net(*layers).double())
 
 
-def plain(k: int, factor: float | None, residual: bool = False) -> nn.Module:
+def plain_net(k: int, factor: float | None, residual: bool = False) -> nn.Module:
     return fill(Net(*(PlainMoE(k, factor, residual) for _ in range(2))).double())
 
 
@@ -143,55 +143,55 @@ def batch(step: int, micro: int, index: int) -> dict[str, Tensor]:
 
 
 def one_top1() -> nn.Module:
-    return build(1, 1, None)
+    return moe_net(1, 1, None)
 
 
 def two_top1() -> nn.Module:
-    return build(2, 1, None)
+    return moe_net(2, 1, None)
 
 
 def four_top1() -> nn.Module:
-    return build(4, 1, None)
+    return moe_net(4, 1, None)
 
 
 def plain_top1() -> nn.Module:
-    return plain(1, None)
+    return plain_net(1, None)
 
 
 def two_top1_drop() -> nn.Module:
-    return build(2, 1, 1.0)
+    return moe_net(2, 1, 1.0)
 
 
 def plain_top1_drop() -> nn.Module:
-    return plain(1, 1.0)
+    return plain_net(1, 1.0)
 
 
 def one_top2() -> nn.Module:
-    return build(1, 2, 0.75, residual=True)
+    return moe_net(1, 2, 0.75, residual=True)
 
 
 def two_top2() -> nn.Module:
-    return build(2, 2, 0.75, residual=True)
+    return moe_net(2, 2, 0.75, residual=True)
 
 
 def four_top2() -> nn.Module:
-    return build(4, 2, 0.75, residual=True)
+    return moe_net(4, 2, 0.75, residual=True)
 
 
 def plain_top2() -> nn.Module:
-    return plain(2, 0.75, residual=True)
+    return plain_net(2, 0.75, residual=True)
 
 
 def two_top4() -> nn.Module:
-    return build(2, 4, 0.5)
+    return moe_net(2, 4, 0.5)
 
 
 def four_top4() -> nn.Module:
-    return build(4, 4, 0.5)
+    return moe_net(4, 4, 0.5)
 
 
 def plain_top4() -> nn.Module:
-    return plain(4, 0.5)
+    return plain_net(4, 0.5)
 
 
 FACTORS = {1: 1.0, 2: 0.75, 4: 0.5}
@@ -209,5 +209,5 @@ def _add(name: str, function: Any) -> None:
 
 for _ep, _k, _drop in WHOLE:
     _factor = FACTORS[_k] if _drop else None
-    _add(f"ep{_ep}_top{_k}_{_drop}", lambda ep=_ep, k=_k, factor=_factor: build(ep, k, factor))
-    _add(f"plain_top{_k}_{_drop}", lambda k=_k, factor=_factor: plain(k, factor))
+    _add(f"ep{_ep}_top{_k}_{_drop}", lambda ep=_ep, k=_k, factor=_factor: moe_net(ep, k, factor))
+    _add(f"plain_top{_k}_{_drop}", lambda k=_k, factor=_factor: plain_net(k, factor))

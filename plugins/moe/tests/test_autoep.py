@@ -13,16 +13,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from autoep_models import FAMILIES, STEPS, hugging_face, ids, plain, settings, train, weights_off
+from autoep_models import FAMILIES, STEPS, alone, hugging_face, ids, settings, texts
 from ds_testing import run_ranks
+from ds_testing.truth import difference, train
 
 
-def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
+def errors(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """For each (ep, stage), how far losses, logits and weights are from plain torch."""
     import ds_core
 
     truth = hugging_face(kind)
-    losses = plain(truth, world)
+    losses = alone(truth, world)
     with torch.no_grad():
         wanted = truth(input_ids=ids(99, 0), labels=ids(99, 0), output_router_logits=True)
         generated = truth.eval().generate(
@@ -34,7 +35,7 @@ def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, di
         engine, *_ = ds_core.initialize(
             model=model, model_parameters=list(model.parameters()), config=settings(ep, stage)
         )
-        got = train(engine, range(STEPS))
+        got = train(engine, texts, STEPS)
         with torch.no_grad():
             out = engine(input_ids=ids(99, 0), labels=ids(99, 0), output_router_logits=True)
             tokens = engine.eval().generate(
@@ -42,11 +43,11 @@ def compare(kind: str, world: int, cases: list[tuple[int, int]]) -> dict[str, di
             )
         engine.destroy()  # weights are whole again
         found[f"ep {ep}, stage {stage}"] = {
-            "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
+            "losses": difference(got, losses),
             "logits": float((out.logits - wanted.logits).abs().max()),
             "router": float(abs(out.aux_loss - wanted.aux_loss)) if kind in WITH_AUX else 0.0,
             "generated": float(not torch.equal(tokens, generated)),
-            "weights": weights_off(model, truth),
+            "weights": difference(model, truth),
         }
     return found
 
@@ -64,7 +65,7 @@ EVERY = {
 
 
 def check(kind: str, world: int, cases: list[tuple[int, int]]) -> None:
-    for rank, found in enumerate(run_ranks(world, compare, kind, world, cases)):
+    for rank, found in enumerate(run_ranks(world, errors, kind, world, cases)):
         for case, off in found.items():
             # The library adds up losses, norms and scores in fp32, whatever the model's dtype.
             within = {
@@ -136,12 +137,10 @@ def variants(world: int) -> dict[str, float]:
                 k: v for k, v in keys.items() if ep or k != "expert_parallel"
             }
             engine, *_ = ds_core.initialize(model=model, config=config)
-            losses.append(train(engine, range(3), keys.get("gradient_accumulation_steps", 1)))
+            losses.append(train(engine, texts, 3))
             engine.destroy()
         for stage, got in ((1, losses[1]), (3, losses[2])):
-            found[f"{name}, stage {stage}"] = max(
-                abs(a - b) for a, b in zip(got, losses[0], strict=True)
-            )
+            found[f"{name}, stage {stage}"] = difference(got, losses[0])
     return found
 
 
@@ -167,7 +166,7 @@ def memory(ep: int, stage: int) -> dict[str, int]:
     model = hugging_face("qwen3_moe", moe_intermediate_size=512)
     engine, *_ = ds_core.initialize(model=model, config=settings(ep, stage))
     del model
-    train(engine, range(1))
+    train(engine, texts, 1)
     gc.collect()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live()}
     experts = [p for n, p in engine.module.named_parameters() if ".experts." in n]
@@ -227,7 +226,7 @@ def events() -> list[Any]:
         counts.add_(torch.bincount(out[-1].flatten(), minlength=8))
 
     engine.module.model.layers[1].mlp.gate.register_forward_hook(count)
-    train(engine, range(1))
+    train(engine, texts, 1)
     engine.destroy()
     return [{name: value for name, value in told if "MoE" in name}, counts.tolist()]
 

@@ -14,14 +14,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from autoep_models import OWN_PATTERNS, Own, hugging_face, ids, plain, settings, train, weights_off
+from autoep_models import OWN_PATTERNS, Own, alone, hugging_face, ids, settings, texts
 from ds_testing import run_ranks
+from ds_testing.truth import difference, train
 
 HALF = 3
 ALL = 6
 
 
-def build(kind: str) -> Any:
+def model_of(kind: str) -> Any:
     return Own(listed=True) if kind == "own" else hugging_face(kind)
 
 
@@ -33,8 +34,8 @@ def first_half(kind: str, stage: int, folder: str) -> list[float]:
     """Train on 4 ranks with ep 4 and save in every way there is."""
     import ds_core
 
-    engine, *_ = ds_core.initialize(model=build(kind), config=settings(4, stage, **keys(kind)))
-    losses = train(engine, range(HALF))
+    engine, *_ = ds_core.initialize(model=model_of(kind), config=settings(4, stage, **keys(kind)))
+    losses = train(engine, texts, HALF)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder + "/16bit")
     engine.destroy()
@@ -47,19 +48,19 @@ def second_half(
     """Resume with each (ep, stage) and train on; ep 0: the unmodified model without AutoEP."""
     import ds_core
 
-    truth = build(kind)
-    wanted = plain(truth, 4, ALL)
+    truth = model_of(kind)
+    wanted = alone(truth, 4, ALL)
     found = {}
     for ep, stage in runs:
         config = settings(ep, stage, **keys(kind)) | {"gradient_accumulation_steps": 4 // world}
-        engine, *_ = ds_core.initialize(model=build(kind), config=config)
+        engine, *_ = ds_core.initialize(model=model_of(kind), config=config)
         engine.load_checkpoint(folder)
         assert engine.global_steps == HALF
-        losses = train(engine, range(HALF, ALL), 4 // world)
+        losses = train(engine, texts, range(HALF, ALL))
         engine.destroy()
         found[f"ep {ep}, stage {stage}"] = {
-            "losses": max(abs(a - b) for a, b in zip(losses, wanted[HALF:], strict=True)),
-            "weights": weights_off(engine.module, truth),
+            "losses": difference(losses, wanted[HALF:]),
+            "weights": difference(engine.module, truth),
         }
     return found
 
@@ -75,8 +76,8 @@ def second_half(
 )
 def test_resumes_with_another_expert_parallel_size(kind: str, stage: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    truth = build(kind)
-    wanted = plain(truth, 4, HALF)
+    truth = model_of(kind)
+    wanted = alone(truth, 4, HALF)
     assert run_ranks(4, first_half, kind, stage, folder)[0] == pytest.approx(wanted, abs=1e-6)
     runs = {1: [(1, 0), (0, 0)], 2: [(2, 3), (1, 2), (0, 1)], 4: [(4, 1), (2, 0)]}
     for world, cases in runs.items():

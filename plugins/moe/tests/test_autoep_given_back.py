@@ -13,9 +13,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from autoep_models import ADAM, OWN_PATTERNS, Own, hugging_face, ids, settings, train, weights_off
+from autoep_models import OWN_PATTERNS, Own, alone, hugging_face, ids, settings, texts
 from ds_testing import run_ranks
 from ds_testing.kits.parallel.given_back import Structure
+from ds_testing.truth import difference, train
 
 KINDS: dict[str, dict[str, Any]] = {
     "stacked": dict(OWN_PATTERNS),
@@ -25,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(kind: str) -> Any:
+def model_of(kind: str) -> Any:
     return hugging_face(kind) if kind == "mixtral" else Own(kind.startswith("listed"))
 
 
@@ -34,38 +35,23 @@ def loss_of(model: Any, number: int) -> float:
         return float(model(input_ids=ids(number, 0), labels=ids(number, 0)).loss)
 
 
-def one_step(model: Any, step: int, world: int) -> float:
-    """Of plain torch; each engine begins with new moments."""
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    total = 0.0
-    for rank in range(world):
-        batch = ids(step, rank)
-        loss = model(input_ids=batch, labels=batch).loss / world
-        loss.backward()
-        total += loss.item()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
-
-
 def give_back(kind: str, world: int, stage: int) -> dict[str, float]:
     """One step with AutoEP, one without, one with; after each the model is that of plain torch."""
     import ds_core
 
-    model = build(kind)
-    truth = build(kind)
+    model = model_of(kind)
+    truth = model_of(kind)
     before = Structure(model)
     found = {}
     for turn, ep in enumerate((world, 0, world)):
         engine, *_ = ds_core.initialize(
             model=model, config=settings(ep, stage, **(KINDS[kind] if ep else {}))
         )
-        got = train(engine, range(turn, turn + 1))[0]
+        got = train(engine, texts, range(turn, turn + 1))[0]
         engine.destroy()
         assert not (left := before.differences(model)), left[:5]
-        found[f"loss {turn}"] = abs(got - one_step(truth, turn, world))
-        found[f"weights {turn}"] = weights_off(model, truth)
+        found[f"loss {turn}"] = abs(got - alone(truth, world, [turn])[0])
+        found[f"weights {turn}"] = difference(model, truth)
         for which, part in (("model", model), ("copy", copy.deepcopy(model))):
             found[f"{which} {turn}"] = abs(loss_of(part, 9) - loss_of(truth, 9))
     return found
@@ -103,7 +89,7 @@ def all_alike(listed: bool, dtype: str) -> float:
         {"bf16": {"enabled": True}} if dtype == "bf16" else {}
     )
     engine, *_ = ds_core.initialize(model=model, config=config)
-    train(engine, range(2))
+    train(engine, texts, 2)
     engine.destroy()
     worst = 0.0
     for param in model.parameters():

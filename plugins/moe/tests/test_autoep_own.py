@@ -15,23 +15,23 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from autoep_models import (
-    ADAM,
+    ADAMW,
     FAMILIES,
     OWN_PATTERNS,
     VOCABULARY,
     Mixture,
     OldBlock,
     Own,
+    alone,
     hugging_face,
     ids,
     own_config,
-    plain,
     settings,
-    train,
+    texts,
     unless_installed,
-    weights_off,
 )
 from ds_testing import run_ranks
+from ds_testing.truth import difference, train
 
 SHORT = 4
 # What the block does, whether its experts are a list, and the keys that make AutoEP do the same.
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-def compare(
+def errors(
     world: int, names: list[str], runs: list[tuple[int, int]]
 ) -> dict[str, dict[str, float]]:
     import ds_core
@@ -66,7 +66,7 @@ def compare(
     for name in names:
         how, listed, keys = CASES[name]
         truth = Own(listed, **how)
-        losses = plain(truth, world, SHORT)
+        losses = alone(truth, world, SHORT)
         patterns = {
             k: v for k, v in OWN_PATTERNS.items() if k != "top_k_attr" or "top_k" not in keys
         }
@@ -76,14 +76,14 @@ def compare(
             engine, *_ = ds_core.initialize(
                 model=model, config=settings(ep, stage, **patterns, **keys)
             )
-            got = train(engine, range(SHORT))
+            got = train(engine, texts, SHORT)
             assert sum("pool" in n for n, _ in model.named_parameters()) == (
                 2 * 3 * (8 // ep if listed else 1)
             )
             engine.destroy()
             found[f"{name}, ep {ep}, stage {stage}"] = {
-                "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
-                "weights": weights_off(engine.module, truth),
+                "losses": difference(got, losses),
+                "weights": difference(engine.module, truth),
             }
     return found
 
@@ -102,7 +102,7 @@ def test_blocks_found_by_patterns_train_as_in_plain_torch(
     world: int, runs: list[tuple[int, int]]
 ) -> None:
     names = list(CASES) if world < 4 else ["stacked", "listed", "listed, one by one"]
-    for rank, found in enumerate(run_ranks(world, compare, world, names, runs)):
+    for rank, found in enumerate(run_ranks(world, errors, world, names, runs)):
         for case, off in found.items():
             assert max(off.values()) < 1e-12, f"rank {rank}, {case}: {off}"
 
@@ -200,7 +200,7 @@ def differing(listed: bool, stage: int) -> dict[str, float]:
     engine.destroy()
     now = dict(engine.module.named_parameters())
     same = [n for n in now if now[n] is before[n]]
-    return {"weights": weights_off(engine.module, truth), "others": float(len(now) - len(same))}
+    return {"weights": difference(engine.module, truth), "others": float(len(now) - len(same))}
 
 
 def test_all_ranks_begin_with_the_first_ones_weights() -> None:
@@ -263,7 +263,7 @@ def in_stages(stages: int, ep: int) -> float:
 
     dp = comm.world_size() // stages
     truth = nn.Sequential(*layers())
-    optimizer = torch.optim.AdamW(truth.parameters(), **ADAM)
+    optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW["params"])
     for step in range(3):
         for number in range(2 * dp):
             (loss_of(truth(ids(step, number)), ids(step, number)) / dp / 2).backward()

@@ -18,23 +18,16 @@ from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint.offline import open_saved
 from ds_moe import MoE, utils
 from ds_testing import run_ranks
-from ds_testing.truth import relative, whole_weights
+from ds_testing.truth import relative, start, whole_weights
 from test_moe_conformance import zero
 
 WORLD = 4
 
 
-def start(ep: int, stage: int = 0, k: int = 2, **config: Any) -> Any:
-    import ds_core
-
-    base = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
-    }
-    return ds_core.initialize(model=m.build(ep, k, None), config={**base, **zero(stage), **config})[
-        0
-    ]
+def engine_of(ep: int, stage: int = 0, k: int = 2, **config: Any) -> Any:
+    adamw = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}}
+    sections = {"optimizer": adamw, **zero(stage), **config}
+    return start(m.moe_net(ep, k, None), micro=4, clip=0.5, **sections)
 
 
 def steps(engine: Any, begin: int, end: int) -> list[float]:
@@ -59,7 +52,7 @@ def steps(engine: Any, begin: int, end: int) -> list[float]:
 
 
 def saves(folder: Path, ep: int, stage: int) -> list[float]:
-    engine = start(ep, stage)
+    engine = engine_of(ep, stage)
     losses = steps(engine, 0, 2)
     engine.save_checkpoint(str(folder), tag="here")
     losses += steps(engine, 2, 4)
@@ -69,7 +62,7 @@ def saves(folder: Path, ep: int, stage: int) -> list[float]:
 
 
 def goes_on(folder: Path, ep: int, stage: int) -> list[float]:
-    engine = start(ep, stage)
+    engine = engine_of(ep, stage)
     with torch.no_grad():  # what is loaded must not be there before
         if stage < 3:
             for param in engine.module.parameters():
@@ -114,7 +107,7 @@ def test_checkpoints_move_between_ep_sizes(tmp_path: Path, ep: int, stage: int) 
 def overflows(ep: int, stage: int) -> list[Any]:
     from ds_core import comm
 
-    engine = start(
+    engine = engine_of(
         ep, stage, k=1, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     )
     answers = []
@@ -155,7 +148,7 @@ def monitored(watch: bool) -> Any:
     torch.manual_seed(0)
     import ds_core
 
-    model = m.build(2, 1, 0.5)
+    model = m.moe_net(2, 1, 0.5)
     engine = ds_core.initialize(model=model, config={"train_micro_batch_size_per_gpu": 4})[0]
     if watch and comm.rank() == 0:
         engine.monitor.monitors.append(Recorder())
@@ -210,7 +203,7 @@ def with_groups() -> list[Any]:
 
     answers = []
     for split in (False, True):
-        model = m.build(2, 1, None)
+        model = m.moe_net(2, 1, None)
         groups: Any = {"params": [*model.parameters()], "name": "all", "weight_decay": 0.2}
         given = (
             utils.split_params_into_different_moe_groups_for_optimizer(groups)
@@ -238,7 +231,7 @@ def test_groups_for_experts_are_accepted() -> None:
 
 
 def test_helpers() -> None:
-    model = m.build(1, 1, None)
+    model = m.moe_net(1, 1, None)
     shared, experts = utils.split_params_into_shared_and_expert_params(model.parameters())
     assert len(experts) == 8
     assert all(utils.is_moe_param(p) for p in experts)
@@ -266,7 +259,7 @@ def mixed(config: dict[str, Any]) -> bool:
 
     losses = []
     for extra in ({}, config):
-        model = m.build(2, 2, None).float()
+        model = m.moe_net(2, 2, None).float()
         base = {
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},

@@ -11,28 +11,26 @@ from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_models import FAMILIES, hugging_face, ids, plain, settings, train, weights_off
+from ds_testing.truth import difference, plain, train
+from tp_models import ADAMW, FAMILIES, hugging_face, ids, settings, texts, weights_off
 
 STEPS = 3
 
 
-def compare(
+def errors_of_stages(
     world: int, kind: str, tp: int, stages: list[int], keys: dict[str, Any], sizes: Any = None
 ) -> dict[str, float]:
     import ds_core
 
     dp = world // tp
     truth = hugging_face(kind, **(sizes or {}))
-    losses = plain(truth, dp, STEPS)
+    losses = plain(truth, texts, STEPS, count=dp, optimizer=ADAMW)
     off = {}
     for stage in stages:
         model = hugging_face(kind, **(sizes or {}))
         engine, *_ = ds_core.initialize(model=model, config=settings(tp, stage, **keys))
-        got = train(engine, STEPS)
-        if dp == 1:
-            off[f"losses, stage {stage}"] = max(
-                abs(a - b) for a, b in zip(got, losses, strict=True)
-            )
+        got = train(engine, texts, STEPS)
+        off[f"losses, stage {stage}"] = difference(got, losses)
         off[f"weights, stage {stage}"] = weights_off(engine, truth)
         engine.destroy()
     return off
@@ -46,7 +44,7 @@ def compare(
     ids=["tp2", "tp2-dp2"],
 )
 def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]) -> None:
-    for rank, off in enumerate(run_ranks(world, compare, world, kind, tp, stages, {})):
+    for rank, off in enumerate(run_ranks(world, errors_of_stages, world, kind, tp, stages, {})):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
 
@@ -57,7 +55,7 @@ def test_trains_as_one_process(kind: str, world: int, tp: int, stages: list[int]
 )
 def test_fewer_heads_of_keys_than_ranks(tp: int, keys: dict[str, Any]) -> None:
     """Each rank computes keys and values for its own queries, from weights that all have."""
-    for rank, off in enumerate(run_ranks(tp, compare, tp, "few", tp, [0, 3], {}, keys)):
+    for rank, off in enumerate(run_ranks(tp, errors_of_stages, tp, "few", tp, [0, 3], {}, keys)):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
 
@@ -75,7 +73,9 @@ MORE: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "keys", "sizes"), MORE)
 def test_every_stage(kind: str, tp: int, keys: dict[str, Any], sizes: dict[str, Any]) -> None:
-    for rank, off in enumerate(run_ranks(tp, compare, tp, kind, tp, [1, 2, 3], keys, sizes)):
+    for rank, off in enumerate(
+        run_ranks(tp, errors_of_stages, tp, kind, tp, [1, 2, 3], keys, sizes)
+    ):
         assert max(off.values()) < 1e-6, f"rank {rank}: {off}"  # models compute some of it in fp32
 
 
@@ -126,7 +126,7 @@ def test_what_is_frozen_may_be_trained_later(stage: int) -> None:
 def test_tokens_divided_between_layers(kind: str, world: int, tp: int, stages: list[int]) -> None:
     """Megatron's sequence parallelism; 8 tokens do not divide by 3, nor do 4 heads."""
     for rank, off in enumerate(
-        run_ranks(world, compare, world, kind, tp, stages, {"sequence_parallel": True})
+        run_ranks(world, errors_of_stages, world, kind, tp, stages, {"sequence_parallel": True})
     ):
         assert max(off.values()) < 1e-12, f"rank {rank}: {off}"
 
@@ -147,7 +147,7 @@ def overlapped(kind: str) -> dict[str, Any]:
     watch = Watch()
     add_interceptor(watch)
     try:
-        off = compare(2, kind, 2, [0], {"tp_overlap_comm": True})
+        off = errors_of_stages(2, kind, 2, [0], {"tp_overlap_comm": True})
     finally:
         remove_interceptor(watch)
     return {"off": off, "started": watch.started}

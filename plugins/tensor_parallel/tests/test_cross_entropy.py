@@ -16,8 +16,9 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing.truth import difference, plain, train
+from tp_models import ADAMW, hugging_face, ids, settings, texts, weights_off
 from tp_models import VOCABULARY as SIZE
-from tp_models import hugging_face, ids, plain, settings, train, weights_off
 
 from ds_core import comm
 
@@ -36,7 +37,7 @@ class Head:
         self.tp = Place(torch.distributed.group.WORLD, ranks, comm.rank()) if ranks > 1 else None
 
 
-def compare(world: int) -> dict[str, float]:
+def errors_of_reductions(world: int) -> dict[str, float]:
     from ds_tensor_parallel import parallel_cross_entropy
 
     head = Head(world)
@@ -63,7 +64,7 @@ def compare(world: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equals_torch(world: int) -> None:
-    for off in run_ranks(world, compare, world):
+    for off in run_ranks(world, errors_of_reductions, world):
         assert max(off.values()) < 1e-12, off
 
 
@@ -73,14 +74,14 @@ def in_a_model(kind: str) -> dict[str, Any]:
     from ds_core.errors import UsageError
 
     truth = hugging_face(kind).float()
-    losses = plain(truth, 1, 3)
+    losses = plain(truth, texts, 3, optimizer=ADAMW)
     engine, *_ = ds_core.initialize(model=hugging_face(kind).float(), config=settings(2))
     head = engine.module.get_output_embeddings()
     widths = []
     head.register_forward_hook(lambda module, args, out: widths.append(out.shape[-1]))
-    got = train(engine, 3)
+    got = train(engine, texts, 3)
     found: dict[str, Any] = {
-        "losses": max(abs(a - b) for a, b in zip(got, losses, strict=True)),
+        "losses": difference(got, losses),
         "widths": widths[:],
     }
     found["weights"] = weights_off(engine, truth)

@@ -29,7 +29,8 @@ from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_models import hugging_face, settings, train
+from ds_testing.truth import train
+from tp_models import hugging_face, settings, texts
 
 
 def asked(*args: Any, config: Any = None, **sections: Any) -> Any:
@@ -51,7 +52,7 @@ def legacy(called: bool) -> tuple[list[float], int]:
         set_autotp_mode(training=True)
         model = tp_model_init(model, 2, None)
     engine, *_ = ds_core.initialize(model=model, config=config)
-    losses = train(engine, 2)
+    losses = train(engine, texts, 2)
     rows = engine.module.model.layers[0].self_attn.q_proj.weight.shape[0]
     engine.destroy()
     return losses, rows

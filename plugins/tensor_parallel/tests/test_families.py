@@ -13,12 +13,13 @@ from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tp_models import FAMILIES, hugging_face, ids, plain, settings, train, weights_off
+from ds_testing.truth import difference, plain, train
+from tp_models import ADAMW, FAMILIES, hugging_face, ids, settings, texts, weights_off
 
 STEPS = 10
 
 
-def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, float]:
+def errors_after_resuming(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, float]:
     """How far logits, losses and weights are from one process; saved for transformers, and resumed
     here.
     """
@@ -36,7 +37,7 @@ def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, fl
     with torch.no_grad():
         off["first logits"] = float((engine(input_ids=ids(0, 0)).logits - first).abs().max())
     half = STEPS // 2
-    losses = train(engine, half)
+    losses = train(engine, texts, half)
     engine.save_checkpoint(folder)
     engine.destroy()
     torch.manual_seed(77)
@@ -44,10 +45,10 @@ def compare(tp: int, kind: str, preset: str | None, folder: str) -> dict[str, fl
         model=hugging_face(kind), config=settings(tp, preset_model=preset)
     )
     engine.load_checkpoint(folder)
-    losses += train(engine, STEPS - half, half)
+    losses += train(engine, texts, range(half, STEPS))
     engine.save_checkpoint(folder)
-    wanted = plain(truth, 1, STEPS)
-    off["losses"] = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    wanted = plain(truth, texts, STEPS, optimizer=ADAMW)
+    off["losses"] = difference(losses, wanted)
     off["weights"] = weights_off(engine, truth)
     divided = [
         n
@@ -68,7 +69,7 @@ def loaded_by_transformers(kind: str, folder: Path) -> float:
     from ds_checkpoint.offline import convert_zero_checkpoint_to_fp32_state_dict
 
     truth: Any = hugging_face(kind)
-    plain(truth, 1, STEPS)
+    plain(truth, texts, STEPS, optimizer=ADAMW)
     convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "exported")
     truth.config.save_pretrained(folder / "exported")
     model: Any
@@ -104,7 +105,9 @@ CASES = [
 def test_a_family_trains_as_one_process(
     tp: int, kind: str, preset: str | None, tmp_path: Path
 ) -> None:
-    for rank, off in enumerate(run_ranks(tp, compare, tp, kind, preset, str(tmp_path))):
+    for rank, off in enumerate(
+        run_ranks(tp, errors_after_resuming, tp, kind, preset, str(tmp_path))
+    ):
         # Norms, rotations, routing and the loss are computed in fp32 by the models.
         assert max(off.values()) < 1e-6, f"rank {rank}: {off}"
     assert loaded_by_transformers(kind, tmp_path) < 1e-6

@@ -17,7 +17,7 @@ WIDTH = 64
 RATE = 0.25
 
 
-def build() -> Any:
+def block() -> Any:
     import torch
     from ds_tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from torch import nn
@@ -55,7 +55,7 @@ def masks() -> dict[str, Any]:
     from ds_core import comm
 
     torch.manual_seed(comm.rank())
-    engine, *_ = ds_core.initialize(model=build(), config=settings(2))
+    engine, *_ = ds_core.initialize(model=block(), config=settings(2))
     x = torch.ones(64, WIDTH)
     model = engine.module
     losses = []
@@ -109,7 +109,7 @@ def with_divided_tokens() -> dict[str, Any]:
     import ds_core
     from ds_core import comm
 
-    drop: Any = type(build().inside)
+    drop: Any = type(block().inside)
     dropped: dict[str, Any] = {}
 
     class Outer(nn.Module):
@@ -138,7 +138,7 @@ def with_divided_tokens() -> dict[str, Any]:
     class Region(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            made = build()
+            made = block()
             self.before, self.up, self.inside, self.down, self.after = (
                 getattr(made, name) for name in ("before", "up", "inside", "down", "after")
             )

@@ -73,7 +73,7 @@ def ids(step: int) -> Tensor:
     return torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(step))
 
 
-def compare() -> dict[str, float]:
+def errors() -> dict[str, float]:
     from ds_run_state.slices import SLICES
 
     import ds_core
@@ -109,7 +109,7 @@ def compare() -> dict[str, float]:
 
 
 def test_rules_divide_a_model_of_ones_own() -> None:
-    for off in run_ranks(2, compare):
+    for off in run_ranks(2, errors):
         assert max(off.values()) < 1e-12, off
 
 

@@ -229,7 +229,7 @@ def made(kind: str) -> nn.Module:
     return (Styles() if kind == "styles" else ChatGLM()).double()
 
 
-def compare(kind: str, stages: list[int]) -> tuple[dict[str, float], list[str]]:
+def errors_and_slices(kind: str, stages: list[int]) -> tuple[dict[str, float], list[str]]:
     """How far losses and weights are from one process, and which parameters are cut."""
     from ds_run_state.slices import SLICES
 
@@ -275,7 +275,7 @@ def compare(kind: str, stages: list[int]) -> tuple[dict[str, float], list[str]]:
 
 @pytest.mark.parametrize(("kind", "cut"), [("styles", CUT), ("chatglm", CHATGLM)])
 def test_trains_as_one_process(kind: str, cut: set[str]) -> None:
-    for off, names in run_ranks(2, compare, kind, [0, 3]):
+    for off, names in run_ranks(2, errors_and_slices, kind, [0, 3]):
         wrong = {name: value for name, value in off.items() if not value < 1e-12}
         assert not wrong, wrong
         assert set(names) == cut

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ds_testing.kits.parallel.given_back import Structure
 from ds_testing.pytest_plugin import Ranks
+from ds_testing.truth import start
 
-import ds_core
 from ds_core import comm
 
 TP = {"tensor_parallel": {"autotp_size": 2}}
@@ -28,16 +28,6 @@ def llama() -> Any:
     return hf.LlamaForCausalLM(
         hf.LlamaConfig(**small, num_attention_heads=4, num_key_value_heads=2)
     )
-
-
-def start(model: Any, **sections: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **sections,
-    }
-    return ds_core.initialize(model=model, config=config)[0]
 
 
 def gives_back(size: int) -> None:
