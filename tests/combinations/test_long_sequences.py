@@ -34,7 +34,7 @@ def compare(
     """
     from torch.nn.modules.module import register_module_forward_hook
 
-    truth = m.plain(family, steps=STEPS, **options)
+    truth = m.alone(family, steps=STEPS, **options)
     runs: Counter[str] = Counter()
     hook = register_module_forward_hook(
         lambda module, args, out: runs.update([type(module).__name__])
@@ -96,7 +96,7 @@ def test_sparse_attention_of_divided_sequences(kind: str, stage: int) -> None:
     options = {"eps": EPS, "kind": kind}
     if kind == "packed":  # one process would not look for documents, since it is given a cache
         pattern: dict[str, Any] = {"mode": "dense"}
-        losses, weights, logits = m.plain("llama", steps=STEPS, **options)
+        losses, weights, logits = m.alone("llama", steps=STEPS, **options)
     else:
         pattern = {"num_local_blocks": 2}
         ((losses, weights, logits),) = run_ranks(1, sparse, pattern, {}, options)

@@ -51,7 +51,7 @@ class Net(nn.Module):
         return out
 
 
-def build(blocks: int = 3) -> Net:
+def net(blocks: int = 3) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return Net(blocks)
@@ -70,7 +70,7 @@ def config(**sections: Any) -> dict[str, Any]:
     }
 
 
-def train(
+def losses_and_state(
     model: nn.Module, config: Mapping[str, Any], steps: int, batches: Sequence[int] = (0,)
 ) -> dict[str, Tensor]:
     """Losses and weights of an engine over `model`; the random numbers are the same in each

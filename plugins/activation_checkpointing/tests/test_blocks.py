@@ -17,7 +17,7 @@ from ds_testing import TransformConformance, run_ranks
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from block_models import Net, batch, build, config, train  # noqa: E402
+from block_models import Net, batch, config, losses_and_state, net  # noqa: E402
 from ds_activation_checkpointing.meter import Meter  # noqa: E402
 
 import ds_core  # noqa: E402
@@ -58,9 +58,9 @@ def equal(kind: str, world: int) -> None:
         },
     ):
         batches = (0, 1) if "gradient_accumulation_steps" in sections else (0,)
-        wanted = train(build(), config(**sections), 2, batches)
-        got = train(
-            build(), config(**sections, activation_checkpointing=SECTIONS[kind]), 2, batches
+        wanted = losses_and_state(net(), config(**sections), 2, batches)
+        got = losses_and_state(
+            net(), config(**sections, activation_checkpointing=SECTIONS[kind]), 2, batches
         )
         for name, value in wanted.items():
             assert torch.equal(value, got[name]), f"{kind} {sections} {name}: {value - got[name]}"
@@ -72,7 +72,7 @@ def test_the_numbers_are_those_without_recomputation(kind: str) -> None:
 
 
 def test_buffers_that_a_block_counts_in_are_counted_once() -> None:
-    got = train(build(), config(activation_checkpointing={"modules": "auto"}), 3)
+    got = losses_and_state(net(), config(activation_checkpointing={"modules": "auto"}), 3)
     assert got["blocks.1.norm.num_batches_tracked"] == 3
 
 
@@ -98,7 +98,7 @@ def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
     def chosen(budget: int) -> list[bool]:
         section = {"budget": budget}
         engine, *_ = ds_core.initialize(
-            model=build(4), config=config(activation_checkpointing=section)
+            model=net(4), config=config(activation_checkpointing=section)
         )
         for step in range(2):
             engine.backward(engine(batch(step, 0)).square().mean())
@@ -123,7 +123,7 @@ def test_a_budget_chooses_blocks(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_copies_have_their_own_forward() -> None:
     engine, *_ = ds_core.initialize(
-        model=build(), config=config(activation_checkpointing={"modules": "auto"})
+        model=net(), config=config(activation_checkpointing={"modules": "auto"})
     )
     for other in (copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))):  # noqa: S301  our own bytes
         engine.eval(), other.eval()
@@ -146,7 +146,7 @@ class TestErrors:
         with pytest.raises(
             UsageError, match=r"modules: no module of the model is called 'Blok'.*'Block'"
         ):
-            self.start(build(), modules=["Blok"])
+            self.start(net(), modules=["Blok"])
         with pytest.raises(
             UsageError, match="Linear has no repeated block; name the modules by class"
         ):

@@ -8,40 +8,36 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.truth import tiny
 from torch import Tensor
 
 import ds_core
 from ds_core.errors import UsageError
 
-hf = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-LLAMA = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.2}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 4, "use_cache": True}
+LLAMA = {"intermediate_size": 32, "num_key_value_heads": 2, "attention_dropout": 0.2}
+KEYS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mixtral": LLAMA | {"num_local_experts": 4, "output_router_logits": True},
+    "gpt2": {"resid_pdrop": 0.3},
+    "t5": {
+        "auto": "AutoModelForSeq2SeqLM",
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.2,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    },
+}
 
 
-def build(kind: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "llama":
-        return hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA))
-    if kind == "mixtral":
-        return hf.MixtralForCausalLM(
-            hf.MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)
-        )
-    if kind == "t5":
-        t5 = {
-            "d_model": 16,
-            "d_kv": 4,
-            "d_ff": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "dropout_rate": 0.2,
-        }
-        return hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=32, decoder_start_token_id=0, **t5)
-        )
-    return hf.GPT2LMHeadModel(
-        hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.3)
-    )
+def model_of(kind: str) -> Any:
+    return tiny(kind, **SIZES | KEYS[kind])
 
 
 def gradients(model: Any, section: dict[str, Any] | None) -> list[Tensor | None]:
@@ -91,8 +87,8 @@ def count(model: Any) -> list[int]:
     ],
 )
 def test_losses_and_gradients_are_the_same(kind: str, section: dict[str, Any]) -> None:
-    wanted = gradients(build(kind), None)
-    model = build(kind)
+    wanted = gradients(model_of(kind), None)
+    model = model_of(kind)
     calls = count(model)
     for mine, theirs in zip(gradients(model, section), wanted, strict=True):
         assert (mine is None) == (theirs is None)
@@ -110,8 +106,8 @@ def switch_on(model: Any) -> None:
 
 
 def test_transformers_own_switch() -> None:
-    wanted = gradients(build("gpt2"), None)
-    own = build("gpt2")
+    wanted = gradients(model_of("gpt2"), None)
+    own = model_of("gpt2")
     switch_on(own)
     with pytest.raises(
         UsageError, match=r"recomputed twice.*gradient_checkpointing_enable was called\. Leave"
@@ -128,7 +124,7 @@ def test_transformers_own_switch() -> None:
         not in own.transformer.h[0]._gradient_checkpointing_func.func.__module__
     )
 
-    later = build("gpt2")
+    later = model_of("gpt2")
     config = {"train_batch_size": 1, "activation_checkpointing": {"modules": "auto"}}
     engine, *_ = ds_core.initialize(model=later, config=config)
     switch_on(later)

@@ -23,7 +23,7 @@ from ds_core import comm  # noqa: E402
 AUTO = {"modules": "auto"}
 
 
-def same(
+def check_same_bits(
     build: Callable[[], nn.Module],
     step: Callable[[Any, int], Tensor],
     sections: Any,
@@ -87,12 +87,16 @@ def pipelines() -> None:
         return engine.train_batch(micros()).detach()  # type: ignore[no-any-return]
 
     several = {"gradient_accumulation_steps": 3}
-    same(build(4), step, several, AUTO)
+    check_same_bits(build(4), step, several, AUTO)
     # one per stage
-    same(build(2), step, several | {"zero_optimization": {"stage": 1}}, {"modules": ["PipeBlock"]})
-    same(build(2), step, several, {"policy": "keep_matmuls", "budget": 6000})
-    same(build(4, activation_checkpoint_interval=2), step, several, {"cpu_checkpointing": True})
-    same(build(4), step, several | {"pipeline": {"schedule": "zero_bubble"}}, AUTO)
+    check_same_bits(
+        build(2), step, several | {"zero_optimization": {"stage": 1}}, {"modules": ["PipeBlock"]}
+    )
+    check_same_bits(build(2), step, several, {"policy": "keep_matmuls", "budget": 6000})
+    check_same_bits(
+        build(4, activation_checkpoint_interval=2), step, several, {"cpu_checkpointing": True}
+    )
+    check_same_bits(build(4), step, several | {"pipeline": {"schedule": "zero_bubble"}}, AUTO)
 
 
 def test_pipelines() -> None:
@@ -156,7 +160,7 @@ def experts() -> None:
         return loss.detach()  # type: ignore[no-any-return]
 
     for stage in (1, 3):
-        same(ExpertNet, step, {"zero_optimization": {"stage": stage}}, AUTO)
+        check_same_bits(ExpertNet, step, {"zero_optimization": {"stage": stage}}, AUTO)
     assert totals == [24] * 4, totals  # a token is counted once, however often its layer runs
 
 
@@ -191,7 +195,7 @@ def divided(sections: Any, recompute: Any) -> None:
         engine.step()
         return loss.detach()  # type: ignore[no-any-return]
 
-    same(llama if comm.world_size() == 2 else dropping, step, sections, recompute)
+    check_same_bits(llama if comm.world_size() == 2 else dropping, step, sections, recompute)
 
 
 PARTS = {**AUTO, "partition_activations": True}

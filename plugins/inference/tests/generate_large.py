@@ -40,7 +40,7 @@ def config(folder: str) -> dict[str, Any]:
     }
 
 
-def build(layers: int) -> Any:
+def model_of(layers: int) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers as hf
@@ -83,10 +83,10 @@ def main(layers: int, limited: bool, folder: str) -> dict[str, Any]:
         limit = held() + LIMIT
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         with ds_zero.Init(config_dict_or_path=config(folder)):
-            model = build(layers)
+            model = model_of(layers)
         model = ds_core.initialize(model=model, config=config(folder))[0].eval().module
     else:
-        model = build(layers).bfloat16().eval()
+        model = model_of(layers).bfloat16().eval()
     prompts = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(1))
     text = model.generate(prompts, max_new_tokens=5, do_sample=False, use_cache=True)
     bytes_ = 2 * sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ds_inference.run.eager import Eager
 from ds_inference_kit.step import BLOCK, KVCache, Step
+from ds_testing.truth import tiny
 from torch import Tensor, nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,37 +37,24 @@ class Plain(nn.Module):
         return out
 
 
-def build(kind: str) -> Any:
-    torch.manual_seed(3)
-    if kind == "plain":
-        return Plain()
-    import transformers as hf
+_SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4}
+_LLAMA = _SIZES | {"intermediate_size": 48, "num_key_value_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA | {"max_position_embeddings": 128}),
+    "window": ("mistral", _LLAMA | {"max_position_embeddings": 128, "sliding_window": 5}),
+    "gpt2": ("gpt2", _SIZES | {"max_position_embeddings": 128}),
+    "bloom": ("bloom", _SIZES),
+    "mamba": ("mamba", {"hidden_size": 16, "state_size": 4}),
+}
 
-    sizes: dict[str, Any] = {
-        "vocab_size": WORDS,
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    llama = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    if kind == "llama":
-        config: Any = hf.LlamaConfig(
-            **llama, num_key_value_heads=2, max_position_embeddings=128, **sizes
-        )
-    elif kind == "window":
-        config = hf.MistralConfig(**llama, num_key_value_heads=2, sliding_window=5, **sizes)
-    elif kind == "gpt2":
-        config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **sizes)
-    elif kind == "bloom":
-        config = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **sizes)
-    else:
-        config = hf.MambaConfig(hidden_size=16, num_hidden_layers=2, state_size=4, **sizes)
-    model = hf.AutoModelForCausalLM.from_config(config).eval()
+
+def model_of(kind: str) -> Any:
+    if kind == "plain":
+        torch.manual_seed(3)
+        return Plain()
+    family, keys = KINDS[kind]
+    keys = {"vocab_size": WORDS, "eos_token_id": None, "pad_token_id": 0, "use_cache": True} | keys
+    model = tiny(family, seed=3, **keys).eval()
     for param in model.parameters():
         param.data.normal_(0, 0.3)
     return model
@@ -130,12 +118,12 @@ def texts_of(model: Any, together: bool) -> list[list[int]]:
 def test_texts_equal_those_of_the_module(kind: str, together: bool) -> None:
     if kind != "plain":
         pytest.importorskip("transformers")
-    model = build(kind)
+    model = model_of(kind)
     assert texts_of(model, together) == [truth(model, prompt) for prompt in PROMPTS]
 
 
 def test_all_rows_and_no_cache() -> None:
-    model = build("plain")
+    model = model_of("plain")
     text = PROMPTS[0]
     step = Step(
         torch.tensor(text, dtype=torch.int32),

@@ -64,7 +64,7 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def same(model: Any, **keywords: Any) -> Any:
+def generated_alike(model: Any, **keywords: Any) -> Any:
     """Compare with ``model.generate``; what ours returned."""
     given = {**batch(), "max_new_tokens": 24, **keywords}
     ours = hf_generate(generator(model), model, **given)
@@ -92,12 +92,12 @@ def same(model: Any, **keywords: Any) -> Any:
     {"forced_eos_token_id": 3, "max_new_tokens": 6},
 ])  # fmt: skip
 def test_greedy(model: Any, keywords: dict[str, Any]) -> None:
-    same(model, **keywords)
+    generated_alike(model, **keywords)
 
 
 @pytest.mark.slow
 def test_two_hundred_tokens(model: Any) -> None:
-    assert same(model, max_new_tokens=200, eos_token_id=None).shape == (3, 209)
+    assert generated_alike(model, max_new_tokens=200, eos_token_id=None).shape == (3, 209)
 
 
 CASES = [
@@ -113,7 +113,7 @@ CASES = [
 def test_beams(model: Any, early: bool | str, penalty: float) -> None:
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     for beams, returned, new in ((4, 3, 24), (3, 1, 2)):
-        ours, theirs = same(
+        ours, theirs = generated_alike(
             model,
             num_beams=beams,
             num_return_sequences=returned,
@@ -130,8 +130,10 @@ def test_beams(model: Any, early: bool | str, penalty: float) -> None:
 
 
 def test_beams_with_processors(model: Any) -> None:
-    same(model, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=8)
-    same(model, num_beams=3, repetition_penalty=1.3, min_new_tokens=12)
+    generated_alike(
+        model, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=2, max_new_tokens=8
+    )
+    generated_alike(model, num_beams=3, repetition_penalty=1.3, min_new_tokens=12)
 
 
 def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> None:
@@ -163,7 +165,7 @@ def test_criteria_streamers_and_what_the_module_serves_itself(model: Any) -> Non
     assert refusal(model, batch()) is None
     assert refusal(model, {"assistant_model": model}) == "the keyword assistant_model"
     assert refusal(model, {"output_attentions": True}) == "the setting output_attentions"
-    same(model, return_dict_in_generate=True, output_hidden_states=True)
+    generated_alike(model, return_dict_in_generate=True, output_hidden_states=True)
 
 
 def test_draws_repeat_by_seed_and_stay_inside_the_filters(model: Any) -> None:

@@ -5,13 +5,13 @@ weights.
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import tiny
 from torch import Tensor, nn
 
 from ds_core.errors import ConfigError, UsageError
@@ -22,24 +22,10 @@ NEW = 5
 
 
 def llama(layers: int = 2, dropout: float = 0.3) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers as hf
-
-    torch.manual_seed(5)
-    config = hf.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=28,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-        attention_dropout=dropout,
-    )
-    return hf.LlamaForCausalLM(config)
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 28}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": dropout}
+    tokens = {"eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    return tiny("llama", seed=5, num_hidden_layers=layers, **sizes, **heads, **tokens)
 
 
 def settings(stage: int, **hybrid: Any) -> dict[str, Any]:
@@ -67,7 +53,7 @@ def prompts(rank: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def train(engine: Any, step: int) -> None:
+def make_step(engine: Any, step: int) -> None:
     from ds_core import comm
 
     ids = batch(step, comm.rank())
@@ -101,7 +87,7 @@ def in_turn(folder: str) -> None:
         engine.train()
         texts[stage] = [same_text(engine).tolist()]
         for step in range(STEPS):
-            train(engine, step)
+            make_step(engine, step)
             texts[stage].append(
                 same_text(engine, num_beams=2).tolist() if step else same_text(engine).tolist()
             )
@@ -109,7 +95,7 @@ def in_turn(folder: str) -> None:
                 p.grad is not None for p in engine.module.parameters()
             )
         engine.save_checkpoint(f"{folder}/{stage}")
-        train(engine, 9)
+        make_step(engine, 9)
         after = same_text(engine, num_beams=2).tolist()
         engine.load_checkpoint(f"{folder}/{stage}")
         assert same_text(engine, num_beams=2).tolist() == texts[stage][-1] != after
@@ -144,7 +130,7 @@ def away(folder: str) -> None:
     }
     engine, *_ = ds_core.initialize(model=llama(), config=config)
     for step in range(2):
-        train(engine, step)
+        make_step(engine, step)
         plain: Any = copy.deepcopy(engine.module).eval()
         given = prompts(comm.rank())
         new = 3 + 4 * comm.rank()
@@ -188,7 +174,7 @@ def adapters() -> None:
         engine, *_ = ds_core.initialize(model=model, config=settings(stage))
         before = same_text(engine).tolist()
         for step in range(3):
-            train(engine, step)
+            make_step(engine, step)
             after = same_text(engine).tolist()
         assert _state(engine.ctx).model.lowered is None  # type: ignore[union-attr]
         assert after != before

@@ -16,7 +16,7 @@ from ds_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from inference_models import ids, make, settings
+from inference_models import ids, make
 
 from ds_core.errors import CheckpointError, ConfigError
 
@@ -27,7 +27,7 @@ def empty(kind: str, **more: Any) -> Any:
 
     auto = hf.AutoModelForMaskedLM if kind == "bert" else hf.AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(settings(kind, **more)).eval()
+        return auto.from_config(make(kind, **more).config).eval()
 
 
 def off(kind: str, checkpoint: Any, config: dict[str, Any], model: Any = None) -> float:

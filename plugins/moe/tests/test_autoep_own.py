@@ -31,7 +31,7 @@ from autoep_models import (
     unless_installed,
 )
 from ds_testing import run_ranks
-from ds_testing.truth import difference, train
+from ds_testing.truth import difference, plain, train
 
 SHORT = 4
 # What the block does, whether its experts are a list, and the keys that make AutoEP do the same.
@@ -263,13 +263,14 @@ def in_stages(stages: int, ep: int) -> float:
 
     dp = comm.world_size() // stages
     truth = nn.Sequential(*layers())
-    optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW["params"])
-    for step in range(3):
-        for number in range(2 * dp):
-            (loss_of(truth(ids(step, number)), ids(step, number)) / dp / 2).backward()
-        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    plain(
+        truth,
+        ids,
+        count=2 * dp,
+        clip=0.5,
+        optimizer=ADAMW,
+        loss=lambda model, tokens: loss_of(model(tokens), tokens),
+    )
     # A pipeline has no config of the model's; it says which names its layers have.
     patterns = {k: v for k, v in OWN_PATTERNS.items() if not k.endswith("_attr")}
     config = settings(ep, 1, **patterns | {"moe_layer_pattern": r"layers\.\d+\.moe", "top_k": 2})

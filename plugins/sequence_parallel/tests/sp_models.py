@@ -7,68 +7,66 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ds_testing.truth import difference, plain, start, tiny, weights
 from torch import Tensor
 
-SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
 VOCABULARY = 64
-
-
-def config_of(family: str) -> Any:
-    """The config of a tiny model."""
-    import transformers as t
-
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
-    more = {"max_position_embeddings": 64, "use_cache": True, "attention_dropout": 0.0}
-    if family == "llama":
-        return t.LlamaConfig(**SIZES, **heads, **more)
-    if family == "qwen2":
-        return t.Qwen2Config(
-            **SIZES, **heads, **more, use_sliding_window=True, sliding_window=5, max_window_layers=1
-        )  # the second layer has a window
-    if family == "phi3":
-        return t.Phi3Config(
-            **SIZES, **heads, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2
-        )
-    if family in ("mixtral", "routed"):
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
-        routed = {"output_router_logits": family == "routed", "router_aux_loss_coef": 0.5}
-        return t.MixtralConfig(**SIZES, **heads, **more, **experts, **routed)
-    if family == "deepseek_v2":
-        sizes = {
-            "kv_lora_rank": 8,
-            "q_lora_rank": 12,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 6,
-        }
-        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-        experts |= {"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
-        both = heads | {"num_key_value_heads": 6}
-        return t.DeepseekV2Config(**SIZES, **both, **more, **sizes, **experts)
-    none = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    if family == "gpt2":
-        return t.GPT2Config(vocab_size=64, n_embd=24, n_layer=2, n_head=3, n_positions=64, **none)
-    assert family == "bloom"
-    return t.BloomConfig(vocab_size=64, hidden_size=24, n_layer=2, n_head=4)
-
-
 FAMILIES = ("llama", "gpt2", "bloom", "qwen2", "phi3", "mixtral", "deepseek_v2")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": True,
+    "attention_dropout": 0.0,
+}
+_MIXTRAL = _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+_KEYS: dict[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    # the second layer has a window
+    "qwen2": _SIZES | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "phi3": _SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "mixtral": _MIXTRAL | {"output_router_logits": False, "router_aux_loss_coef": 0.5},
+    "routed": _MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "deepseek_v2": _SIZES
+    | {
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": 3,
+        "use_cache": True,
+        "max_position_embeddings": 64,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    },
+    "bloom": {"vocab_size": VOCABULARY, "num_attention_heads": 4, "use_cache": True},
+}
 
 
 def make_model(family: str, attention: str = "eager") -> Any:
     """A model in fp64, with the same weights each time."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
     if family == "strict":
+        from transformers import LlamaForCausalLM
+
+        config = tiny("llama", **_SIZES).config
         torch.manual_seed(0)
-        return strict(LlamaForCausalLM)(config_of("llama")).double()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config_of(family), attn_implementation=attention
-    ).double()
-    if family in ("mixtral", "routed", "deepseek_v2"):
-        model.set_experts_implementation("eager")  # grouped products have no fp64
-    return model
+        return strict(LlamaForCausalLM)(config).double()
+    kind = "mixtral" if family == "routed" else family
+    keys = {**_KEYS[family], "attn_implementation": attention}
+    return tiny(kind, experts="eager", **keys).double()  # grouped products have no fp64
 
 
 def strict(base: Any) -> Any:
@@ -121,46 +119,37 @@ Run = tuple[list[float], dict[str, Tensor], Tensor]
 """Losses of some steps, the weights after them, and the logits of the first batch."""
 
 
-def plain(family: str, **options: Any) -> Run:
-    """Training by hand in one process."""
-    steps = options.get("steps", 3)
+def alone(family: str, **options: Any) -> Run:
+    """Training by plain torch in one process."""
     kind = options.get("kind", "plain")
     length = options.get("length", 13)
     model = make_model(family, options.get("attention", "eager"))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.01, weight_decay=0.0, eps=options.get("eps", 1e-8)
+    with torch.no_grad():
+        logits = model(**batch(0, length, kind), use_cache=False).logits
+    losses = plain(
+        model,
+        lambda step, _: batch(step, length, kind) | {"use_cache": False},
+        options.get("steps", 3),
+        clip=0.5,
+        optimizer=adamw(options.get("eps", 1e-8)),
     )
-    losses = []
-    logits = torch.empty(0)
-    for step in range(steps):
-        out = model(**batch(step, length, kind), use_cache=False)
-        logits = out.logits.detach() if step == 0 else logits
-        out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(out.loss.detach()))
-    return losses, {name: p.detach() for name, p in model.named_parameters()}, logits
+    return losses, weights(model), logits
+
+
+def adamw(eps: float) -> dict[str, Any]:
+    return {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0, "eps": eps}}
 
 
 def trained(family: str, sections: dict[str, Any], **options: Any) -> Run:
     """Training by the engine, with sequences divided as `sections` say."""
-    import ds_core
-
     steps = options.get("steps", 3)
     kind = options.get("kind", "plain")
     length = options.get("length", 13)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 0.01, "weight_decay": 0.0, "eps": options.get("eps", 1e-8)},
-        },
+    engine: Any = start(
+        make_model(family, options.get("attention", "eager")),
+        clip=0.5,
+        optimizer=adamw(options.get("eps", 1e-8)),
         **sections,
-    }
-    engine, *_ = ds_core.initialize(
-        model=make_model(family, options.get("attention", "eager")), config=config
     )
     if options.get("compiled"):
         engine.compile(backend="aot_eager")
@@ -172,9 +161,9 @@ def trained(family: str, sections: dict[str, Any], **options: Any) -> Run:
         engine.backward(out.loss)
         engine.step()
         losses.append(float(out.loss.detach()))
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    found = weights(engine.module)
     engine.destroy()
-    return losses, weights, logits
+    return losses, found, logits
 
 
 def whole(engine: Any, logits: Tensor, length: int) -> Tensor:
@@ -196,7 +185,7 @@ def differences(cases: list[Any]) -> list[list[float]]:
 
     found = []
     for family, mode, options in cases:
-        one = plain(family, **options)
+        one = alone(family, **options)
         section = {"size": dist.get_world_size(), "mode": mode, **options.get("section", {})}
         mine = trained(
             family, {"sequence_parallel": section, **options.get("sections", {})}, **options
@@ -207,9 +196,9 @@ def differences(cases: list[Any]) -> list[list[float]]:
         rows = slice(None) if valid is None else valid.bool()
         found.append(
             [
-                max(abs(a - b) for a, b in zip(one[0], mine[0], strict=True)),
-                max(float((mine[1][n] - w).abs().max()) for n, w in one[1].items()),
-                float((one[2][rows] - mine[2][rows]).abs().max()),
+                difference(mine[0], one[0]),
+                difference(mine[1], one[1]),
+                difference(mine[2][rows], one[2][rows]),
             ]
         )
     return found

@@ -84,7 +84,7 @@ class Ring(Divided):
         return found.transpose(1, 2)
 
 
-def plain() -> nn.Module:
+def whole() -> nn.Module:
     """One process."""
     return Plain()
 

@@ -22,7 +22,7 @@ def inputs(heads: int, key_heads: int, length: int) -> list[Tensor]:
     return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
     times = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(times, 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal and mask is None, attn_mask=mask)
@@ -38,7 +38,7 @@ def window_and_documents(queries: Tensor, keys: Tensor) -> Tensor:
     return seen[None, None].expand(BATCH, 1, -1, -1)
 
 
-def compare(
+def error_of(
     kind: str, heads: int, key_heads: int, length: int, causal: bool, masked: bool
 ) -> float:
     """The largest difference between this rank's part and that of one process, of the output and
@@ -56,12 +56,12 @@ def compare(
     for x in whole:
         x.requires_grad_()
     mask = window_and_documents(torch.arange(length), torch.arange(length)) if masked else None
-    wanted = plain(*whole, causal, mask)
+    wanted = attend(*whole, causal, mask)
     wanted.backward(grad)
     parts = [layout.cut(x.detach(), rank, 2).requires_grad_() for x in whole]
     if kind == "ulysses":
         out = ulysses(
-            lambda q, k, v, _: plain(q, k, v, causal, mask),
+            lambda q, k, v, _: attend(q, k, v, causal, mask),
             *parts,
             None,
             heads=1,
@@ -92,7 +92,7 @@ CASES = [
 
 
 def compare_all(cases: list[Any]) -> list[float]:
-    return [compare(*case) for case in cases]
+    return [error_of(*case) for case in cases]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -110,7 +110,7 @@ def ring_in_low_precision() -> list[float]:
     layout = Layout(32, dist.get_world_size(), True)
     found = []
     *whole, _ = inputs(4, 2, 32)
-    wanted = layout.cut(plain(*whole, True), rank, 2)
+    wanted = layout.cut(attend(*whole, True), rank, 2)
     for dtype in (torch.float32, torch.bfloat16):
         parts = [layout.cut(x, rank, 2).to(dtype) for x in whole]
         out = ring_attention(*parts, None, layout)
@@ -133,7 +133,7 @@ def uneven() -> str:
 
     q, k, v = (torch.zeros(1, 3 + dist.get_rank(), 4, 8) for _ in range(3))
     try:
-        DistributedAttention(plain, dist.group.WORLD)(q, k, v)
+        DistributedAttention(attend, dist.group.WORLD)(q, k, v)
     except UsageError as error:
         return str(error)
     return ""

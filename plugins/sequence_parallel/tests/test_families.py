@@ -69,7 +69,7 @@ def compiled(mode: str) -> list[float]:
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    one = m.plain("llama", attention="sdpa")
+    one = m.alone("llama", attention="sdpa")
     section = {"size": 2, "mode": mode}
     mine = m.trained(
         "llama", {"sequence_parallel": section, "compile": {}}, attention="sdpa", compiled=True

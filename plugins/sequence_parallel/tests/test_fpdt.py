@@ -61,7 +61,7 @@ def rotary() -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def plain(x: Tensor, given: list[nn.Parameter], turned: bool) -> Tensor:
+def attend_by_torch(x: Tensor, given: list[nn.Parameter], turned: bool) -> Tensor:
     """The output for the whole sequence, by torch alone."""
     parts = F.linear(x, given[0], given[1]).split(
         [HEADS * SIZE, KEY_HEADS * SIZE, KEY_HEADS * SIZE], -1
@@ -91,7 +91,7 @@ def differs(chunk: int, turned: bool, offload: bool) -> float:
     words = torch.randint(0, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(4))
     truth_weights = weights()
     truth_x = whole.clone().requires_grad_()
-    logits = F.linear(plain(truth_x, truth_weights, turned), truth_weights[4])
+    logits = F.linear(attend_by_torch(truth_x, truth_weights, turned), truth_weights[4])
     truth = F.cross_entropy(logits.permute(1, 2, 0), words, reduction="none")
     truth.square().sum().backward()
 
@@ -180,16 +180,16 @@ def test_feed_forward_in_tiles(add_bias: bool) -> None:
     x = random(8, 2, 5, seed=7).requires_grad_()
     out, bias = FPDT_FFN.apply(x, *given, add_bias, 2)
     assert (bias is None) is add_bias
-    plain = F.linear(
+    attend_by_torch = F.linear(
         F.gelu(F.linear(x, given[0], given[1]), approximate="tanh"),
         given[2],
         given[3] if add_bias else None,
     )
     wanted = [x, *given[: 4 if add_bias else 3]]
     ours = torch.autograd.grad(out.square().sum(), wanted)
-    for a, b in zip(ours, torch.autograd.grad(plain.square().sum(), wanted), strict=True):
+    for a, b in zip(ours, torch.autograd.grad(attend_by_torch.square().sum(), wanted), strict=True):
         assert torch.allclose(a, b, atol=1e-12)
-    assert torch.allclose(out, plain, atol=1e-12)
+    assert torch.allclose(out, attend_by_torch, atol=1e-12)
 
 
 def on_two_ranks() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start, whole_weights
 from torch import Tensor, nn
 
 LAYERS = 4
@@ -30,14 +31,12 @@ class Block(nn.Module):
         return result
 
 
-def train(stage: int, offload: bool) -> Any:
+def losses_weights_moved(stage: int, offload: bool) -> Any:
     """Losses, weights, and the bytes that went to the host in each step."""
     from ds_sequence_parallel.tiles import offload as module
     from ds_state_stores.host_copies import HostCopies
     from ds_testing.kits.devices.late_device import LateDevice
-    from ds_testing.truth import whole_weights
 
-    import ds_core
     from ds_core import comm
 
     class Copies(HostCopies):
@@ -56,14 +55,13 @@ def train(stage: int, offload: bool) -> Any:
         module.stand_before(
             {m: module.OffloadedForward(m, saved) for m in model if isinstance(m, Block)}
         )
-    engine: Any = ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        },
-    )[0]
+    engine = start(
+        model,
+        micro=1,
+        clip=1.0,
+        optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+    )
     losses = []
     moved = []
     for step in range(STEPS):
@@ -85,7 +83,9 @@ def train(stage: int, offload: bool) -> Any:
 @pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_same_bits(stage: int) -> None:
-    plain, offloaded = (run_ranks(2, train, stage, offload) for offload in (False, True))
+    plain, offloaded = (
+        run_ranks(2, losses_weights_moved, stage, offload) for offload in (False, True)
+    )
     for (losses, weights, _), (wanted, truth, _) in zip(offloaded, plain, strict=True):
         assert losses == wanted
         assert weights == truth

@@ -36,7 +36,7 @@ class TestUlysses(ShardedTransformConformance):
     configs = {2: section(2, "ulysses")}
     frozen = (r"query\..*", r"norm\.bias")
     make_model = staticmethod(m.divided)
-    make_truth = staticmethod(m.plain)
+    make_truth = staticmethod(m.whole)
     make_batch = staticmethod(m.batch)
     data = (1,)
     alone = True

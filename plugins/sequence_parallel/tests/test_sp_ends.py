@@ -5,15 +5,14 @@ that were made.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from ds_sequence_parallel import CrossEntropy, DistributedAttention
 from ds_testing.pytest_plugin import Ranks
+from ds_testing.truth import start, tiny
 from torch import Tensor, nn
 
-import ds_core
 from ds_core import comm
 
 
@@ -39,20 +38,10 @@ class Net(nn.Module):
         return loss
 
 
-def start(model: nn.Module, size: int, **keys: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "sequence_parallel": {"size": size, **keys},
-    }
-    return ds_core.initialize(model=model, config=config)[0]
-
-
 def written(size: int) -> None:
     model = Net()
     plain = Net()
-    engine = start(model, size, inputs={"tokens": 1, "labels": 1})
+    engine = start(model, sequence_parallel={"size": size, "inputs": {"tokens": 1, "labels": 1}})
     batch = torch.arange(16).view(2, 8)
     # by place, though the first parameter of forward is not called self
     loss = engine(batch, batch)
@@ -77,14 +66,10 @@ def test_a_written_model_and_its_copies_are_ordinary(ranks: Ranks, size: int) ->
 
 
 def transformers_model(size: int) -> None:
-    import transformers as hf
-
-    small = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_attention_heads=4))
+    model = tiny("llama", use_cache=True)
     plain = copy.deepcopy(model)
     before = set(vars(model))
-    engine = start(model, size, tiled_loss={"shards": 2})
+    engine = start(model, sequence_parallel={"size": size, "tiled_loss": {"shards": 2}})
     batch = torch.arange(16).view(2, 8)
     engine.backward(engine(input_ids=batch, labels=batch).loss)
     engine.step()

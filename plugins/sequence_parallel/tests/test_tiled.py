@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ds_sequence_parallel import TileBytes, TiledFusedLogitsLoss, TiledMLP
+from ds_testing.truth import same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -63,14 +64,6 @@ def run(module: nn.Module, fn: Callable[[Tensor], Tensor], x: Tensor) -> dict[st
         "x": x.grad,
         **{n: p.grad.clone() for n, p in module.named_parameters()},
     }  # type: ignore
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 @pytest.fixture(autouse=True)

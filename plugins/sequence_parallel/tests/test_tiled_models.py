@@ -4,47 +4,34 @@ has no tiles.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import same, start, tiny, whole_weights
 from torch import nn
 
 WORDS = 53
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "eos_token_id": None, "use_cache": True}
+LLAMA = {"intermediate_size": 28, "num_attention_heads": 4, "num_key_value_heads": 4}
+KEYS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "tied": LLAMA | {"tie_word_embeddings": True},
+    "gemma2": LLAMA | {"head_dim": 4, "num_key_value_heads": 2},
+    "bloom": {"num_hidden_layers": 1, "num_attention_heads": 2},
+    "gpt2": {
+        "num_attention_heads": 2,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+}
 STEPS = 2
 TILES = {"tiled_mlp": {"shards": 3}, "tiled_loss": {"shards": 4}}
 
 
-def build(kind: str) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers as hf
-
-    sizes: dict[str, Any] = {
-        "vocab_size": WORDS,
-        "bos_token_id": 0,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    llama = sizes | {
-        "hidden_size": 16,
-        "intermediate_size": 28,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    torch.manual_seed(5)
-    if kind == "gpt2":
-        config = hf.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **sizes)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        model: Any = hf.GPT2LMHeadModel(config)
-    elif kind == "bloom":
-        model = hf.BloomForCausalLM(hf.BloomConfig(hidden_size=16, n_layer=1, n_head=2, **sizes))
-    elif kind == "gemma2":
-        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(head_dim=4, num_key_value_heads=2, **llama))
-    else:
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(tie_word_embeddings=kind == "tied", **llama))
-    return model.double().train()
+def model_of(kind: str) -> Any:
+    family = "llama" if kind == "tied" else kind
+    return tiny(family, seed=5, **SIZES | KEYS[kind]).double().train()
 
 
 def batch(step: int, rank: int) -> dict[str, Any]:
@@ -55,27 +42,22 @@ def batch(step: int, rank: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
-def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
-    """Losses, weights, and the bytes that weights took on the wire in the last step."""
+def losses_weights_gathers(kind: str, sections: dict[str, Any], stage: int) -> Any:
+    """And how many messages gathered weights in the last step."""
     from ds_testing import Traffic
-    from ds_testing.truth import whole_weights
 
-    import ds_core
     from ds_core import comm
 
-    model = build(kind)
-    engine = ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "plugins": {"require": ["ds-sequence-parallel"]},
-            **sections,
-        },
-    )[0]
+    model = model_of(kind)
+    engine = start(
+        model,
+        gas=2,
+        clip=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 0.01}},
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        plugins={"require": ["ds-sequence-parallel"]},
+        **sections,
+    )
     losses = []
     gathered = 0
     with Traffic() as traffic:
@@ -87,7 +69,7 @@ def train(kind: str, sections: dict[str, Any], stage: int) -> Any:
                 gathered = sum("gather" in one.op for one in traffic.sent)
                 losses.append(loss.item())
             engine.step()
-    weights = {name: value.double() for name, value in whole_weights(engine).items()}
+    weights = whole_weights(engine)
     engine.destroy()
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert type(model.loss_function).__name__ == "function"
@@ -111,35 +93,26 @@ def test_training_of_every_stage(kind: str, stage: int) -> None:
 
 def check(kind: str, stage: int) -> None:
     """Equal losses and weights, and under stage 3 no more gathers than without tiles."""
-    wanted = run_ranks(2, train, kind, {}, stage)
-    found = run_ranks(2, train, kind, {"sequence_parallel": TILES}, stage)
+    wanted = run_ranks(2, losses_weights_gathers, kind, {}, stage)
+    found = run_ranks(2, losses_weights_gathers, kind, {"sequence_parallel": TILES}, stage)
     for (losses, weights, gathers), (true_losses, true_weights, most) in zip(
         found, wanted, strict=True
     ):
         # transformers computes losses in fp32
         assert losses == pytest.approx(true_losses, rel=1e-6)
-        assert weights.keys() == true_weights.keys()
-        for name, value in true_weights.items():
-            torch.testing.assert_close(
-                weights[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+        same(weights, true_weights, 1e-6)
         assert gathers <= most + (stage == 3), (gathers, most)
 
 
 def one(model: Any, **section: Any) -> Any:
-    import ds_core
-
-    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel": section}
-    return ds_core.initialize(
-        model=model, config=config | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    )[0]
+    return start(model, sequence_parallel=section)
 
 
 @pytest.mark.usefixtures("clean_ds")
 def test_logits_are_there_for_who_wants_them(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")
-    model = build("gemma2")
-    plain = build("gemma2")
+    model = model_of("gemma2")
+    plain = model_of("gemma2")
     engine = one(model, tiled_loss={"tile_bytes": 2000})
     out = engine(**batch(0, 0))
     wanted = plain(**batch(0, 0))

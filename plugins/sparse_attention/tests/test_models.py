@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ds_sparse_attention import SparseAttentionConfig, SparseSelfAttention, make_layout
+from ds_testing.truth import tiny
 from torch import Tensor, nn
 
 import ds_core
@@ -27,21 +28,21 @@ SMALL = {
 BIGBIRD = {"mode": "bigbird", "block": 4, "num_random_blocks": 1, "different_layout_per_head": True}
 FIXED = {"mode": "fixed", "block": 4, "num_local_blocks": 2, "attention": "unidirectional"}
 LENGTH = 27
+KEYS: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_key_value_heads": 2},
+    "bert": SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "gpt2": {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+}
 
 
-def build(kind: str, attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = hf.LlamaConfig(**SMALL, num_key_value_heads=2, attn_implementation=attention)
-        return hf.LlamaForCausalLM(config)
-    if kind == "bert":
-        made = hf.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        made._attn_implementation = attention
-        return hf.BertForMaskedLM(made)
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = hf.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, **drop)
-    config._attn_implementation = attention
-    return hf.GPT2LMHeadModel(config)
+def model_of(kind: str, attention: str = "sdpa") -> Any:
+    auto = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
+    return tiny(kind, auto=auto, use_cache=True, attn_implementation=attention, **KEYS[kind])
 
 
 def batch(rows: int = 3) -> tuple[Tensor, Tensor]:
@@ -86,8 +87,8 @@ def trained(model: Any, mask: Tensor | None, more: dict[str, Any], steps: int = 
 @pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
 def test_equals_its_own_attention_under_the_mask(kind: str, section: dict[str, Any]) -> None:
     causal = kind != "bert" or "attention" in section
-    plain = trained(build(kind, "eager"), mask_of(section, causal, batch()[1]), {})
-    model = build(kind)
+    plain = trained(model_of(kind, "eager"), mask_of(section, causal, batch()[1]), {})
+    model = model_of(kind)
     before = model.config._attn_implementation
     ours = trained(model, None, {"sparse_attention": section})
     assert model.config._attn_implementation == before  # given back
@@ -100,15 +101,15 @@ def test_with_compile_and_recomputation(more: str) -> None:
     if importlib.util.find_spec(f"ds_{more}") is None:
         pytest.skip(f"ds-{more.replace('_', '-')} is not installed")
     section = {"compile": {}} if more == "compile" else {more: {"modules": "auto"}}
-    plain = trained(build("llama"), None, {"sparse_attention": FIXED}, 1)
-    ours = trained(build("llama"), None, {"sparse_attention": FIXED, **section}, 1)
+    plain = trained(model_of("llama"), None, {"sparse_attention": FIXED}, 1)
+    ours = trained(model_of("llama"), None, {"sparse_attention": FIXED, **section}, 1)
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_generation_with_a_cache_is_that_without(kind: str) -> None:
-    model = build(kind)
+    model = model_of(kind)
     config = {"train_batch_size": 1, "sparse_attention": FIXED}
     engine, *_ = ds_core.initialize(model=model, config=config)
     ids, counts = batch(2)
@@ -219,7 +220,7 @@ def test_a_model_that_cannot_be_sparse_is_an_error(
 
 def test_masks_that_cannot_be_read_are_an_error() -> None:
     engine, *_ = ds_core.initialize(
-        model=build("gpt2"), config={"train_batch_size": 3, "sparse_attention": FIXED}
+        model=model_of("gpt2"), config={"train_batch_size": 3, "sparse_attention": FIXED}
     )
     ids, counts = batch()
     with pytest.raises(UsageError, match="attention_mask must be"):
