@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from ds_testing.truth import plain
 from torch import nn
 
 import ds_core
@@ -30,7 +31,7 @@ class Squares(nn.Module):
         return self.net(x).square().mean()
 
 
-def start(config=None, net=None, **kwargs):
+def initialized(config=None, net=None, **kwargs):
     """What `ds_core.initialize` gives for it, with the core's own optimizers and kernels."""
     net = net if net is not None else model()
     return ds_core.initialize(model=net, config={**BASE, **OWN, **(config or {})}, **kwargs)
@@ -45,21 +46,8 @@ def data(n, seed=1, dtype=torch.float32):
     )
 
 
-def plain(xs, gas=1, lr=0.1, clip=0.0, net=None):
+def alone(xs, gas=1, clip=0.0, net=None):
     """The network after torch alone has trained it on `xs`, `gas` micro-batches a step."""
     net = net or model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    for i, x in enumerate(xs):
-        (net(x).square().mean() / gas).backward()
-        if (i + 1) % gas == 0:
-            if clip:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
+    plain(net, lambda step, i: xs[gas * step + i], len(xs) // gas, count=gas, clip=clip)
     return net
-
-
-def same(a, b, tolerance=0.0):
-    """Assert that two networks have the same weights."""
-    for p, q in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=tolerance, atol=tolerance), (p - q).abs().max()

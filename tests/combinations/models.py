@@ -236,7 +236,7 @@ def pipeline(block: Any = Block, stages: int = 2, chunks: int = 1) -> nn.Module:
     return model
 
 
-def plain() -> nn.Module:
+def undivided() -> nn.Module:
     """`pipeline` in one process."""
     return Plain()
 

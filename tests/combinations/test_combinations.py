@@ -154,7 +154,7 @@ class Staged(Combination):
     """Two stages; a rank has one of them."""
 
     make_model = staticmethod(m.pipeline)
-    make_truth = staticmethod(m.plain)
+    make_truth = staticmethod(m.undivided)
     make_batch = staticmethod(m.pipe_batch)
     gas = (2, 3)
 

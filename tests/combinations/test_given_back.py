@@ -135,7 +135,7 @@ def batch(number: int) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
-def train(engine: Any) -> None:
+def two_steps(engine: Any) -> None:
     for number in range(2):
         engine.backward(engine(**batch(number)))
         engine.step()
@@ -178,19 +178,19 @@ def destroyed(names: tuple[str, ...], forgotten: bool) -> str:
             ds_core.initialize(model=model, config=config())[0].destroy()
             check_plain(model, before, "refused")
             return said
-        train(engine)
+        two_steps(engine)
         copy.deepcopy(engine.module)
         engine.destroy()
         check_plain(model, before, f"after {turn or 'nothing'}")
     with pytest.raises(UsageError, match="nothing to train"):
         ds_core.initialize(model=model, model_parameters=[], config=config(*names))
     engine, *_ = ds_core.initialize(model=model, config=config())
-    train(engine)
+    two_steps(engine)
     engine.destroy()
     check_plain(model, before, "after a start that failed")
     if forgotten:
         engine, *_ = ds_core.initialize(model=model, config=config(*names))
-        train(engine)
+        two_steps(engine)
         del engine
         gc.collect()
         gradients(model)

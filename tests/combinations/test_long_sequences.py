@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "plugins" / "sequence_paralle
 
 import sp_models as m
 from ds_testing import run_ranks
+from ds_testing.truth import difference
 
 LAYERS = 2
 STEPS = 2
@@ -26,7 +27,7 @@ With 1e-8, gradients of 1e-5 whose last bits differ (losses are fp32) move weigh
 TILES = {"tiled_mlp": {"shards": 2}, "tiled_loss": {"shards": 3}}
 
 
-def compare(
+def errors_and_runs(
     family: str, stage: int, tiles: Any, options: dict[str, Any]
 ) -> tuple[list[float], dict[str, int]]:
     """How far losses, weights and logits are from those of one process; how often modules ran, by
@@ -48,15 +49,13 @@ def compare(
         mine = m.trained(family, sections, steps=STEPS, **options)
     finally:
         hook.remove()
-    losses = max(abs(a - b) for a, b in zip(truth[0], mine[0], strict=True))
-    weights = max(float((mine[1][name] - value).abs().max()) for name, value in truth[1].items())
-    return [losses, weights, float((truth[2] - mine[2]).abs().max())], dict(runs)
+    return [difference(a, b) for a, b in zip(mine, truth, strict=True)], dict(runs)
 
 
 def check(family: str, stage: int, attention: str, tiles: Any, **options: Any) -> dict[str, int]:
     """On two ranks: equal, and each block ran twice in each step. Gives how often modules ran."""
     runs: dict[str, int] = {}
-    for found, runs in run_ranks(2, compare, family, stage, tiles, {"eps": EPS, **options}):
+    for found, runs in run_ranks(2, errors_and_runs, family, stage, tiles, {"eps": EPS, **options}):
         assert max(found) < 1e-6, found  # transformers computes losses, norms and softmax in fp32
         assert runs[attention] == 2 * LAYERS * STEPS
     return runs

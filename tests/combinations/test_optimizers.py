@@ -110,7 +110,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     engine, *_ = ds_core.initialize(model=m.pipeline().double(), config=settings)
     ranks = engine.ctx.mesh.size("dp")
     index = engine.ctx.mesh.index("dp")
-    truth = m.plain().double()
+    truth = m.undivided().double()
     names = {p: n for n, p in truth.named_parameters()}
     params: Any = [{"params": list(names)}]
     params = split_groups(params, names, **KINDS[kind]) if kind == "Muon" else params

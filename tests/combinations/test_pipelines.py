@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models as m
 from ds_access import safe_get_full_fp32_param
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 LR = 0.05
@@ -55,35 +56,34 @@ def schedule_of(optimizer: Any) -> Any:
 # -- as a pipeline ---------------------------------------------------------------------------------
 
 
-def start(layout: Layout, micros: int, clip: float, dtype: str) -> Any:
-    import ds_core
-
+def pipeline_engine(layout: Layout, micros: int, clip: float, dtype: str) -> Any:
     stages, schedule, zero = layout
     model = m.pipeline(stages=stages, chunks=2 if schedule == "interleaved" else 1)
     dp = torch.distributed.get_world_size() // stages if torch.distributed.is_initialized() else 1
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": m.MICRO,
-        "gradient_accumulation_steps": micros // dp,
-        "gradient_clipping": clip,
-        "pipeline": {"schedule": schedule},
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {
+    low: dict[str, Any] = {}
+    if dtype == "bfloat16":
+        low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    else:
+        model = model.to(getattr(torch, dtype))
+    return start(
+        model,
+        micro=m.MICRO,
+        gas=micros // dp,
+        clip=clip,
+        optimizer={"type": "AdamW", "params": ADAMW},
+        model_parameters=groups_of(model),
+        lr_scheduler=schedule_of,
+        pipeline={"schedule": schedule},
+        zero_optimization={
             "stage": zero,
             "reduce_bucket_size": 300,
             "param_persistence_threshold": 8,
         },
-    }
-    if dtype == "bfloat16":
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    else:
-        model = model.to(getattr(torch, dtype))
-    given = groups_of(model)
-    return ds_core.initialize(
-        model=model, model_parameters=given, lr_scheduler=schedule_of, config=config
-    )[0]
+        **low,
+    )
 
 
-def train(engine: Any, steps: range, micros: int) -> list[float]:
+def losses_of(engine: Any, steps: range, micros: int) -> list[float]:
     dp = engine.ctx.mesh.size("dp")
     index = engine.ctx.mesh.index("dp")
     own = micros // dp
@@ -101,13 +101,13 @@ def pipelined(
     end.
     """
     half = STEPS // 2
-    engine = start(layouts[0], micros, clip, dtype)
-    losses = train(engine, range(half), micros)
+    engine = pipeline_engine(layouts[0], micros, clip, dtype)
+    losses = losses_of(engine, range(half), micros)
     engine.save_checkpoint(folder)
     engine.destroy()
-    engine = start(layouts[1], micros, clip, dtype)
+    engine = pipeline_engine(layouts[1], micros, clip, dtype)
     engine.load_checkpoint(folder)
-    losses += train(engine, range(half, STEPS), micros)
+    losses += losses_of(engine, range(half, STEPS), micros)
     params = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     weights = {name: safe_get_full_fp32_param(p).cpu() for name, p in params.items()}
     engine.destroy()
@@ -118,14 +118,14 @@ def pipelined(
 
 
 @functools.cache
-def plain(
+def alone(
     micros: int, clip: float, dtype: str
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, weights at the begin and in the end.
 
     In bf16 the model is a copy, rounded, of the fp32 weights.
     """
-    model = m.plain().to(getattr(torch, dtype))
+    model = m.undivided().to(getattr(torch, dtype))
     weights = copy.deepcopy(model).float() if dtype == "bfloat16" else model
     optimizer = torch.optim.AdamW(groups_of(weights), **ADAMW)  # type: ignore[arg-type]
     schedule = schedule_of(optimizer)
@@ -161,10 +161,10 @@ def plain(
 # -- compared --------------------------------------------------------------------------------------
 
 
-def compare(
+def check(
     world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, folder: Path
 ) -> None:
-    losses, begin, end = plain(micros, clip, dtype)
+    losses, begin, end = alone(micros, clip, dtype)
     ranks = run_ranks(world, pipelined, str(folder), layouts, micros, clip, dtype)
     whole: dict[str, Tensor] = {}
     for told, weights in ranks:
@@ -196,7 +196,7 @@ FEW = [
 def test_a_few(
     world: int, layouts: list[Layout], micros: int, clip: float, dtype: str, tmp_path: Path
 ) -> None:
-    compare(world, layouts, micros, clip, dtype, tmp_path)
+    check(world, layouts, micros, clip, dtype, tmp_path)
 
 
 def layouts_of(world: int) -> list[Layout]:
@@ -225,4 +225,4 @@ def test_all_of_them(world: int, dtype: str, tmp_path: Path) -> None:
     variants = itertools.cycle([(4, CLIP), (8, 0.0), (8, CLIP), (4, 0.0)])
     for place, layout in enumerate(layouts):
         other = layouts[(place + 7) % len(layouts)]
-        compare(world, [layout, other], *next(variants), dtype, tmp_path / str(place))
+        check(world, [layout, other], *next(variants), dtype, tmp_path / str(place))

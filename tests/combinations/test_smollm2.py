@@ -45,7 +45,7 @@ def load(folder: str) -> tuple[Any, Any]:
     return model, {"input_ids": ids, "labels": ids}
 
 
-def plain(folder: str) -> list[float]:
+def alone(folder: str) -> list[float]:
     """Train in one process; writes logits and weights."""
     import torch
     from safetensors.torch import save_file
@@ -119,7 +119,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, lis
     folder = tmp_path_factory.mktemp("smollm2")
     smollm2.convert(folder)
     (folder / "ids.json").write_text(json.dumps(smollm2.encode(folder, TEXT)))
-    (losses,) = run_ranks(1, plain, str(folder))
+    (losses,) = run_ranks(1, alone, str(folder))
     assert losses[0] < 3.5 and losses[-1] < losses[0], (
         f"{losses}: these are not the weights of a language model"
     )

@@ -76,7 +76,7 @@ REFUSED = {
 }
 
 
-def start(stages: int, config: dict[str, Any]) -> Any:
+def engine_of(stages: int, config: dict[str, Any]) -> Any:
     """An engine whose first stage has the blocks but one, each called by its inner layer."""
     specs = [LayerSpec(Block, name) for name in ("up", "middle", "down")] + [LayerSpec(Last)]
     options: dict[str, Any] = {"seed_layers": True, "base_seed": 3, "partition_method": "uniform"}
@@ -91,7 +91,7 @@ def start(stages: int, config: dict[str, Any]) -> Any:
 
 
 def losses(stages: int, case: str) -> list[float]:
-    engine = start(stages, HELD[case])
+    engine = engine_of(stages, HELD[case])
     found = []
     for step in range(STEPS):
         x = torch.randn(
@@ -105,7 +105,7 @@ def losses(stages: int, case: str) -> list[float]:
 def refused(stages: int, case: str) -> tuple[str, float]:
     began = time.perf_counter()
     try:
-        start(stages, REFUSED[case][0])
+        engine_of(stages, REFUSED[case][0])
     except ds_core.errors.DSError as error:
         return f"{error}", time.perf_counter() - began
     return "went on", 0.0

@@ -304,11 +304,11 @@ TREES = st.dictionaries(
 )
 
 
-def same(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+        return isinstance(b, dict) and list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
     if isinstance(a, list):
-        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+        return isinstance(b, list) and len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, float) or isinstance(b, float):
         return (
             not isinstance(a, bool)
@@ -322,13 +322,13 @@ def same(a: Any, b: Any) -> bool:
 @given(TREES)
 def test_round_trips(tmp_path_factory: Any, tree: dict[str, Any]) -> None:
     folder = tmp_path_factory.mktemp("trees")
-    assert same(read_config(tree).raw, tree)
+    assert alike(read_config(tree).raw, tree)
     text = json.dumps(tree)
-    assert same(read_config(write(folder, "c.json", text)).raw, tree)
-    assert same(read_config(write(folder, "c.hjson", text)).raw, tree)
+    assert alike(read_config(write(folder, "c.json", text)).raw, tree)
+    assert alike(read_config(write(folder, "c.hjson", text)).raw, tree)
     encoded = base64.urlsafe_b64encode(text.encode()).decode()
-    assert same(read_config(encoded).raw, tree)
-    assert same(
+    assert alike(read_config(encoded).raw, tree)
+    assert alike(
         read_config(write(folder, "c.yaml", yaml.safe_dump(tree, sort_keys=False))).raw, tree
     )
 

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from tiny_engine import data, plain, same, start
+from ds_testing.truth import same
+from tiny_engine import alone, data, initialized
 
 from ds_core.errors import LossScaleError, UsageError
 from ds_core.precision import LossScaler
@@ -76,7 +77,7 @@ FP16 = {
 
 
 def test_fp16_skips_an_overflowed_step_and_halves_the_scale():
-    engine, _, _, scheduler = start(
+    engine, _, _, scheduler = initialized(
         {**FP16, "scheduler": {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}}
     )
     assert all(p.dtype == torch.float16 for p in engine.module.parameters())
@@ -97,7 +98,7 @@ def test_fp16_skips_an_overflowed_step_and_halves_the_scale():
 
 
 def test_fp16_masters_follow_fp32_training():
-    engine, optimizer, *_ = start(FP16)
+    engine, optimizer, *_ = initialized(FP16)
     assert all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
     xs = data(20)
     for x in xs:
@@ -105,14 +106,14 @@ def test_fp16_masters_follow_fp32_training():
         engine.step()
     masters = [p for g in optimizer.param_groups for p in g["params"]]
     for master, weight, truth in zip(
-        masters, engine.module.parameters(), plain(xs).parameters(), strict=True
+        masters, engine.module.parameters(), alone(xs).parameters(), strict=True
     ):
         assert torch.equal(master.half(), weight)
         assert torch.allclose(master, truth, atol=5e-3)
 
 
 def test_fp16_needs_the_scale_in_a_plain_backward():
-    engine, *_ = start(FP16)
+    engine, *_ = initialized(FP16)
     engine(torch.randn(2, 4).half()).float().sum().backward()
     with pytest.raises(UsageError, match=r"engine\.scale\(loss\)\.backward"):
         engine.step()
@@ -121,13 +122,13 @@ def test_fp16_needs_the_scale_in_a_plain_backward():
 
 
 def test_fp16_auto_cast_casts_inputs_in_any_container():
-    engine, *_ = start({"fp16": {"enabled": True, "auto_cast": True}})
+    engine, *_ = initialized({"fp16": {"enabled": True, "auto_cast": True}})
     assert engine(torch.randn(2, 4)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}])
 def test_a_nonfinite_gradient_never_reaches_the_weights(config, caplog):
-    engine, *_ = start(config)
+    engine, *_ = initialized(config)
     dtype = next(engine.module.parameters()).dtype
     before = [p.clone() for p in engine.module.parameters()]
     with caplog.at_level(logging.WARNING, "ds_core"):
@@ -140,7 +141,7 @@ def test_a_nonfinite_gradient_never_reaches_the_weights(config, caplog):
 
 
 def test_check_grad_overflow_off_lets_it_through_but_says_so(caplog):
-    engine, *_ = start({"bf16": {"enabled": True, "check_grad_overflow": False}})
+    engine, *_ = initialized({"bf16": {"enabled": True, "check_grad_overflow": False}})
     engine.backward(engine(torch.full((2, 4), math.nan, dtype=torch.bfloat16)).sum())
     engine.step()
     assert engine.was_step_applied()
@@ -149,7 +150,7 @@ def test_check_grad_overflow_off_lets_it_through_but_says_so(caplog):
 
 def test_a_large_but_finite_gradient_is_no_overflow():
     """Squares beyond fp32 are not infinite gradients."""
-    engine, *_ = start({"gradient_clipping": 1.0})
+    engine, *_ = initialized({"gradient_clipping": 1.0})
     engine.backward((engine(data(1)[0]) * 1e25).sum())
     engine.step()
     assert engine.was_step_applied()
@@ -161,12 +162,12 @@ def test_a_large_but_finite_gradient_is_no_overflow():
 
 
 def test_clipping_is_the_documented_formula():
-    engine, *_ = start({"gradient_clipping": 0.01})
+    engine, *_ = initialized({"gradient_clipping": 0.01})
     xs = data(3)
     for x in xs:
         engine.backward(engine(x).square().mean())
         engine.step()
-    same(engine.module, plain(xs, clip=0.01), 1e-7)
+    same(engine.module, alone(xs, clip=0.01), 1e-7)
     assert engine.get_global_grad_norm() > 0.01
 
 
@@ -176,14 +177,14 @@ def test_gradients_accumulate_in_fp32_when_asked():
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_accumulation_steps": 8,
     }
-    exact, *_ = start(config)
-    coarse, *_ = start({**config, "data_types": {}})
+    exact, *_ = initialized(config)
+    coarse, *_ = initialized({**config, "data_types": {}})
     xs = data(8, dtype=torch.bfloat16)
     for engine in (exact, coarse):
         for x in xs:
             engine.backward(engine(x).float().square().mean())
             engine.step()
-    truth = plain([x.float() for x in xs], 8)
+    truth = alone([x.float() for x in xs], 8)
 
     def error(engine):
         masters = [p for g in engine.optimizer.param_groups for p in g["params"]]
@@ -199,14 +200,14 @@ def test_gradients_accumulate_in_fp32_when_asked():
 
 
 def test_autocast_wraps_forward_and_keeps_fp32_weights():
-    engine, *_ = start({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    engine, *_ = initialized({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
     assert engine(data(1)[0]).dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in engine.module.parameters())
 
 
 def test_the_config_decides_over_an_outer_autocast(caplog):
-    inside, *_ = start({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
-    outside, *_ = start()
+    inside, *_ = initialized({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    outside, *_ = initialized()
     with caplog.at_level(logging.INFO, "ds_core"), torch.autocast("cpu", dtype=torch.float16):
         assert inside(data(1)[0]).dtype == torch.bfloat16
         assert outside(data(1)[0]).dtype == torch.float32
@@ -216,5 +217,5 @@ def test_the_config_decides_over_an_outer_autocast(caplog):
 
 
 def test_autocast_to_fp16_scales_the_loss():
-    engine, *_ = start({"torch_autocast": {"enabled": True, "dtype": "float16"}})
+    engine, *_ = initialized({"torch_autocast": {"enabled": True, "dtype": "float16"}})
     assert engine.loss_scale == 2.0**16

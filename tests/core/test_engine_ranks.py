@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ds_testing import run_ranks
-from tiny_engine import Squares, data, model, start
+from tiny_engine import Squares, data, initialized, model
 from torch import nn
 
 from ds_core.errors import DSError
@@ -21,7 +21,7 @@ def _multi(how):
 
     rank = comm.rank()
     world = comm.world_size()
-    engine, *_ = start(net=model(rank, torch.float64))
+    engine, *_ = initialized(net=model(rank, torch.float64))
     xs = [data(4, seed=10 + r, dtype=torch.float64) for r in range(world)]
     for i in range(0, 4, 2):
         x, y = xs[rank][i : i + 2]
@@ -67,7 +67,7 @@ def _unfreeze():
     world = comm.world_size()
     net = model(0, torch.float64)
     net[0].weight.requires_grad_(False)
-    engine, *_ = start(net=net, model_parameters=list(net.parameters()))
+    engine, *_ = initialized(net=net, model_parameters=list(net.parameters()))
     truth = model(0, torch.float64)
     truth[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
@@ -95,7 +95,7 @@ def test_parameters_may_be_unfrozen_while_training():
 def _sum_op():
     from ds_core import comm
 
-    engine, *_ = start({"gradient_allreduce_op": "sum"}, net=model(0, torch.float64))
+    engine, *_ = initialized({"gradient_allreduce_op": "sum"}, net=model(0, torch.float64))
     xs = [data(1, seed=30 + r, dtype=torch.float64)[0] for r in range(comm.world_size())]
     engine.backward(engine(xs[comm.rank()]).square().mean())
     engine.step()
@@ -124,7 +124,7 @@ def _wire_error():
 
     grads = []
     for dtype in ("bf16", "fp32"):
-        engine, *_ = start({"communication_data_type": dtype})
+        engine, *_ = initialized({"communication_data_type": dtype})
         engine.backward(engine(data(1, seed=comm.rank())[0]).square().mean())
         grads.append(engine.module[0].weight.grad.clone())
         engine.destroy()
@@ -140,7 +140,7 @@ def _disagree(what):
     if what == "secret":
         os.environ["X"] = "1"
     try:
-        start(config)
+        initialized(config)
     except DSError as error:
         return str(error)
     return ""
@@ -158,7 +158,7 @@ def _interrupted():
     from ds_core import comm
 
     net = Squares().double()
-    engine, *_ = start({"gradient_accumulation_steps": 2}, net=net)
+    engine, *_ = initialized({"gradient_accumulation_steps": 2}, net=net)
     xs = data(4, seed=comm.rank(), dtype=torch.float64)
     with pytest.raises(RuntimeError, match="shape"):
         engine.train_batch(iter([xs[0], torch.ones(2, 9, dtype=torch.float64)]))
@@ -216,7 +216,7 @@ def _reentrant(direct, limit):
 
     old, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, limit
     try:
-        engine, *_ = start(net=_Shared())
+        engine, *_ = initialized(net=_Shared())
         truth = _Shared()
         optimizer = torch.optim.SGD(truth.parameters(), lr=0.1)
         for step in range(3):
@@ -252,13 +252,13 @@ def _channels_last(folder):
         return torch.randn(1, 3, 5, 5, dtype=torch.float64, generator=generator)
 
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    engine, *_ = start(adam, net=net())
+    engine, *_ = initialized(adam, net=net())
     truth = net()
     optimizer = torch.optim.AdamW(truth.parameters(), lr=0.01, weight_decay=0.0)
     for step in range(4):
         if step == 2:  # and through a checkpoint
             engine.save_checkpoint(folder)
-            engine, *_ = start(adam, net=net())
+            engine, *_ = initialized(adam, net=net())
             engine.load_checkpoint(folder)
         engine.backward(engine(images(step, comm.rank())).square().mean())
         engine.step()
@@ -279,7 +279,7 @@ def _broken_plain_backward():
     from ds_core import comm
 
     net = Squares().double()
-    engine, *_ = start(net=net)
+    engine, *_ = initialized(net=net)
     xs = data(3, seed=comm.rank(), dtype=torch.float64)
     loss = engine(xs[0])
     net.net[0].bias.register_hook(

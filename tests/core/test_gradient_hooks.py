@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,16 +32,11 @@ class Net(nn.Module):
         )
 
 
-def start(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
+def observed(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
     """An engine, and the calls that its partitioner gets."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    if stage:
-        config["zero_optimization"] = {"stage": stage, "param_persistence_threshold": 0}
-    engine: Any = ds_core.initialize(model=Net(), config=config)[0]
+    zero = {"stage": stage, "param_persistence_threshold": 0}
+    sections = {"zero_optimization": zero} if stage else {}
+    engine: Any = start(Net(), micro=1, gas=gas, clip=1.0, **sections)
     calls: list[str] = []
     names = {param: name.partition(".")[0] for name, param in engine.module.named_parameters()}
     partitioner = engine.partitioner
@@ -63,7 +59,7 @@ def start(gas: int = 1, stage: int = 0) -> tuple[Any, list[str]]:
 
 def told(stage: int) -> list[list[str]]:
     """Of a backward of the engine's, a plain one, and a joint one of two engines."""
-    (a, calls), (b, others) = start(stage=stage), start(stage=stage)
+    (a, calls), (b, others) = observed(stage=stage), observed(stage=stage)
     x = torch.ones(1, D)
     found = []
     for backward in (
@@ -97,7 +93,7 @@ def test_hooks_are_installed_only_where_somebody_needs_them() -> None:
     def count() -> int:
         return sum(len(p._post_accumulate_grad_hooks or ()) for p in engine.module.parameters())
 
-    engine, calls = start()
+    engine, calls = observed()
     assert count() == 0
     engine(torch.ones(1, D)).backward()
     assert calls == []
@@ -113,7 +109,7 @@ def test_hooks_are_installed_only_where_somebody_needs_them() -> None:
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_parameter_that_is_unfrozen_is_told_before_the_next_backward() -> None:
-    engine, calls = start(gas=2)
+    engine, calls = observed(gas=2)
     engine.module.first.requires_grad_(False)
     for expected in ("begin True", "begin False", "begin True", "begin False"):
         calls.clear()
@@ -126,7 +122,7 @@ def test_a_parameter_that_is_unfrozen_is_told_before_the_next_backward() -> None
 
 @pytest.mark.usefixtures("clean_ds")
 def test_a_backward_that_failed_does_not_hide_the_next() -> None:
-    engine, _ = start(gas=2)
+    engine, _ = observed(gas=2)
     hidden = engine.module.first(torch.ones(1, D))
     loss = engine.module.second(hidden).sum()
 

@@ -9,7 +9,8 @@ import re
 
 import pytest
 import torch
-from tiny_engine import BASE, OWN, Squares, data, model, plain, same, start
+from ds_testing.truth import same
+from tiny_engine import BASE, OWN, Squares, alone, data, initialized, model
 from torch import nn
 
 import ds_core
@@ -24,13 +25,13 @@ pytestmark = pytest.mark.usefixtures("clean_ds")
 
 def test_train_batch_and_eval_batch():
     torch.manual_seed(0)
-    engine, *_ = start({"gradient_accumulation_steps": 2}, net=Squares())
+    engine, *_ = initialized({"gradient_accumulation_steps": 2}, net=Squares())
     xs = data(4)
     first = engine.eval_batch(iter(xs[:2]))
     losses = [engine.train_batch(it) for it in [iter(xs)] for _ in range(2)]
     assert first.item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert engine.module.training
-    same(engine.module, plain(xs, 2))
+    same(engine.module, alone(xs, 2))
     with pytest.raises(StopIteration):
         engine.train_batch(iter(xs[:1]))
     assert engine.global_steps == 2
@@ -42,7 +43,9 @@ def test_train_batch_and_eval_batch():
 
 
 def test_train_batch_uses_the_engines_own_loader():
-    engine, _, loader, _ = start(net=Squares(), training_data=[torch.randn(4) for _ in range(5)])
+    engine, _, loader, _ = initialized(
+        net=Squares(), training_data=[torch.randn(4) for _ in range(5)]
+    )
     for _ in range(7):
         engine.train_batch()
     assert len(loader) == 3
@@ -56,12 +59,12 @@ def test_the_loss_may_stand_anywhere_usual_in_the_output(output):
         def forward(self, x):
             return output(super().forward(x))
 
-    engine, *_ = start(net=Net())
+    engine, *_ = initialized(net=Net())
     assert engine.train_batch(iter(data(1))).dim() == 0
 
 
 def test_a_module_without_a_loss_is_told_so():
-    engine, *_ = start()
+    engine, *_ = initialized()
     with pytest.raises(UsageError, match="scalar loss"):
         engine.train_batch(iter(data(1)))
 
@@ -69,7 +72,7 @@ def test_a_module_without_a_loss_is_told_so():
 def test_optimizer_and_scheduler_may_be_objects_or_functions():
     net = model()
     given = torch.optim.SGD(net.parameters(), lr=0.5)
-    engine, optimizer, _, scheduler = start(
+    engine, optimizer, _, scheduler = initialized(
         net=net,
         optimizer=given,
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
@@ -79,14 +82,14 @@ def test_optimizer_and_scheduler_may_be_objects_or_functions():
     engine.backward(engine(data(1)[0]).sum())
     engine.step()
     assert engine.get_lr() == [0.25]
-    _, made, *_ = start(optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.3))
+    _, made, *_ = initialized(optimizer=lambda groups: torch.optim.Adagrad(groups, lr=0.3))
     assert isinstance(made, torch.optim.Adagrad)
 
 
 def test_client_optimizer_under_bf16_holds_masters():
     net = model()
     given = torch.optim.AdamW(net.parameters(), lr=0.1)
-    engine, optimizer, *_ = start({"bf16": {"enabled": True}}, net=net, optimizer=given)
+    engine, optimizer, *_ = initialized({"bf16": {"enabled": True}}, net=net, optimizer=given)
     engine.backward(engine(data(1)[0].bfloat16()).float().sum())
     engine.step()
     assert all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
@@ -103,17 +106,17 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
     with pytest.raises(ConfigError, match="config and config_params are both given"):
         ds_core.initialize(model=model(), config=BASE, config_params=BASE)
     with pytest.raises(UsageError, match="optimizer must be"):
-        start(optimizer=7)
+        initialized(optimizer=7)
     with pytest.raises(UsageError, match="lr_scheduler must have"):
-        start(lr_scheduler=7)
+        initialized(lr_scheduler=7)
     net = model()
     with pytest.raises(UsageError, match="list it once"):
-        start(
+        initialized(
             net=net,
             model_parameters=[{"params": list(net.parameters())}, {"params": [net[0].weight]}],
         )
     with pytest.raises(UsageError, match="not a parameter of the model"):
-        start(model_parameters=list(model().parameters()))
+        initialized(model_parameters=list(model().parameters()))
     with pytest.raises(ConfigError, match="needs an optimizer"):
         ds_core.initialize(
             model=model(),
@@ -123,17 +126,17 @@ def test_initialize_errors_say_what_is_missing(monkeypatch):
             },
         )
     with pytest.raises(ConfigError, match="data parallel size 3"):
-        start({"data_parallel_size": 3})
+        initialized({"data_parallel_size": 3})
     with pytest.raises(ConfigError, match="data parallel size 2, but this run has 1"):
-        start(mesh_param=(2, 1))
+        initialized(mesh_param=(2, 1))
     # which mesh_param stands for
     with pytest.raises(ConfigError, match="sequence_parallel_size|sp"):
-        start(mesh_param=(1, 2))
+        initialized(mesh_param=(1, 2))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(UsageError, match=r"args.local_rank is 1"):
-        start(args=argparse.Namespace(local_rank=1))
+        initialized(args=argparse.Namespace(local_rank=1))
     with pytest.raises(UsageError, match=r"args.local_rank is 1"):
-        start(args={"local_rank": 1})
+        initialized(args={"local_rank": 1})
 
 
 def test_config_sources_are_equivalent(tmp_path):
@@ -187,13 +190,13 @@ def test_config_sources_are_equivalent(tmp_path):
 )
 def test_a_wrong_optimizer_section_names_the_key(section, words):
     with pytest.raises(ConfigError) as caught:
-        start({"optimizer": section, **OWN})
+        initialized({"optimizer": section, **OWN})
     for word in words:
         assert word in str(caught.value)
 
 
 def test_any_torch_optimizer_and_scheduler_serve_by_name():
-    engine, optimizer, _, scheduler = start(
+    engine, optimizer, _, scheduler = initialized(
         {
             "optimizer": {"type": "rmsprop", "params": {"lr": 0.1, "alpha": 0.9}},
             "scheduler": {"type": "MultiplicativeLR", "params": {"lr_lambda": 1}},
@@ -206,8 +209,8 @@ def test_any_torch_optimizer_and_scheduler_serve_by_name():
 
 
 def test_adam_is_decoupled_unless_told_otherwise():
-    _, decoupled, *_ = start({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **OWN})
-    _, coupled, *_ = start(
+    _, decoupled, *_ = initialized({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, **OWN})
+    _, coupled, *_ = initialized(
         {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}, **OWN}
     )
     assert type(decoupled).__name__ == "AdamW"
@@ -216,8 +219,8 @@ def test_adam_is_decoupled_unless_told_otherwise():
 
 
 def test_several_engines_share_one_loss():
-    a, *_ = start(net=model(0))
-    b, *_ = start(net=model(1))
+    a, *_ = initialized(net=model(0))
+    b, *_ = initialized(net=model(1))
     x = data(1)[0]
     loss = (a(x) * b(x)).mean()
     loss.backward()
@@ -234,7 +237,7 @@ def test_several_engines_share_one_loss():
 
 
 def test_unknown_attributes_are_the_modules():
-    engine, *_ = start()
+    engine, *_ = initialized()
     assert [n for n, _ in engine.named_parameters()] == [n for n, _ in model().named_parameters()]
     with pytest.raises(
         AttributeError,
@@ -261,7 +264,7 @@ class Failing(nn.Linear):
 
 
 def test_errors_of_the_module_s_own_attributes_stay_its_own():
-    engine, *_ = start(net=Failing(4, 2))
+    engine, *_ = initialized(net=Failing(4, 2))
     with pytest.raises(AttributeError, match="^words of the model's own$"):
         _ = engine.mine
     with pytest.raises(AttributeError, match="^'Failing' object has no attribute"):
@@ -271,7 +274,7 @@ def test_errors_of_the_module_s_own_attributes_stay_its_own():
 def test_what_replaces_deepspeed_s_names_is_there():
     from ds_core.catalogue import _catalogue
 
-    engine, *_ = start({"scheduler": {"type": "WarmupLR"}})
+    engine, *_ = initialized({"scheduler": {"type": "WarmupLR"}})
     for name, instead in _catalogue()["engine"].items():
         with pytest.raises(AttributeError, match=f"'{name}': "):
             getattr(engine, name)
@@ -291,7 +294,7 @@ def test_an_optimizer_whose_step_needs_a_closure_is_refused(how):
     with pytest.raises(
         (UsageError, ConfigError), match="LBFGS.* needs a? ?closure.*, (and|which) .* give"
     ):
-        start(config, net, optimizer=given)
+        initialized(config, net, optimizer=given)
 
 
 def test_an_optimizer_that_has_a_schedule_of_torchs_is_accepted():
@@ -299,14 +302,14 @@ def test_an_optimizer_that_has_a_schedule_of_torchs_is_accepted():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     # puts a function into optimizer.step
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    engine, *_ = start({}, net, optimizer=optimizer, lr_scheduler=schedule)
+    engine, *_ = initialized({}, net, optimizer=optimizer, lr_scheduler=schedule)
     assert engine.lr_scheduler is schedule
 
 
 def test_vocabulary_log_level_dump_and_progress(caplog):
     with caplog.at_level(logging.INFO, "ds_core"):
         switches = dict.fromkeys(("dump_state", "memory_breakdown", "wall_clock_breakdown"), True)
-        engine, *_ = start({"vocabulary_size": 50257, "steps_per_print": 2, **switches})
+        engine, *_ = initialized({"vocabulary_size": 50257, "steps_per_print": 2, **switches})
         for x in data(4):
             engine.backward(engine(x).square().mean())
             engine.step()

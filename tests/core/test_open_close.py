@@ -32,7 +32,7 @@ def planted(folder: Path, *bodies: str) -> list[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Start]:
+def engine_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Start]:
     """An engine whose config loads plugins with these bodies."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -69,8 +69,8 @@ def ds_close(ctx, error): SEEN.append(error)
 """
 
 
-def test_the_engine_is_whole_when_it_is_opened(start: Start) -> None:
-    engine = start(OPENS)
+def test_the_engine_is_whole_when_it_is_opened(engine_with: Start) -> None:
+    engine = engine_with(OPENS)
     (seen,) = engine.seen
     # who listens is asked when plugins have made what they need
     assert seen == [(0, True, 4), "listens"]
@@ -85,15 +85,17 @@ REFUSES = (
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_who_cannot_open_ends_initialize_and_gives_the_model_back(start: Start, stage: int) -> None:
+def test_who_cannot_open_ends_initialize_and_gives_the_model_back(
+    engine_with: Start, stage: int
+) -> None:
     model = nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(PluginError, match="opened_.*failed in ds_open: RuntimeError: not this one"):
-        start(REFUSES, model=model, zero_optimization={"stage": stage})
+        engine_with(REFUSES, model=model, zero_optimization={"stage": stage})
     assert {name: value.tolist() for name, value in model.state_dict().items()} == {
         name: value.tolist() for name, value in before.items()
     }
-    engine = start(OPENS, model=model)
+    engine = engine_with(OPENS, model=model)
     engine.backward(engine(torch.ones(2, 2)).sum())
     engine.step()
     engine.destroy()
@@ -133,9 +135,9 @@ def ds_close(ctx): SEEN.append("closed")
 """
 
 
-def test_older_forms_work_on_and_say_what_to_write(start: Start) -> None:
+def test_older_forms_work_on_and_say_what_to_write(engine_with: Start) -> None:
     with pytest.warns(DeprecationWarning, match="now|any more") as warned:
-        engine = start(OLD)
+        engine = engine_with(OLD)
     texts = sorted(str(w.message) for w in warned)
     assert (
         "ds_engine_methods takes no arguments any more" in texts[0] and "ds_open(ctx)" in texts[0]
@@ -152,18 +154,18 @@ def test_older_forms_work_on_and_say_what_to_write(start: Start) -> None:
     assert seen == [error, "closed"]
 
 
-def test_methods_given_as_functions_work_on(start: Start) -> None:
+def test_methods_given_as_functions_work_on(engine_with: Start) -> None:
     body = "def mine(engine): return 7\ndef ds_engine_methods(): return {'mine': mine}"
     with pytest.warns(DeprecationWarning, match=r"give the reference 'opened_\d+:mine'"):
-        engine = start(body)
+        engine = engine_with(body)
     assert engine.mine() == 7
 
 
-def test_one_reference_from_two_plugins_is_one_method(start: Start) -> None:
+def test_one_reference_from_two_plugins_is_one_method(engine_with: Start) -> None:
     body = "def ds_engine_methods(): return {'dumps': 'json:dumps'}"
-    engine = start(body, body)
+    engine = engine_with(body, body)
     assert "dumps" in engine._methods
     with pytest.raises(PluginError, match="'dumps' is given by plugins"):
-        start(body, "def ds_engine_methods(): return {'dumps': 'json:loads'}")
+        engine_with(body, "def ds_engine_methods(): return {'dumps': 'json:loads'}")
     with pytest.raises(PluginError, match="'dumps' is 'json.dumps', which is no reference"):
-        start("def ds_engine_methods(): return {'dumps': 'json.dumps'}")
+        engine_with("def ds_engine_methods(): return {'dumps': 'json.dumps'}")

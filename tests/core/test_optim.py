@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.truth import start
 from torch import nn
 
 import ds_core
@@ -37,21 +38,13 @@ class Bound(Replicated):
         self.bound = type(optimizer)
 
 
-def start(kind: str, model: nn.Module, **config: Any) -> Any:
-    engine, *_ = ds_core.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": kind, "params": {"lr": 0.1}},
-            "plugins": {"load": [__name__]},
-            **config,
-        },
-    )
-    return engine
+def engine_of(kind: str, model: nn.Module, **config: Any) -> Any:
+    optimizer = {"type": kind, "params": {"lr": 0.1}}
+    return start(model, micro=1, optimizer=optimizer, plugins={"load": [__name__]}, **config)
 
 
 def test_an_entry_may_split_groups_by_name() -> None:
-    engine = start("Odd", nn.Linear(2, 2))
+    engine = engine_of("Odd", nn.Linear(2, 2))
     assert [(len(g["params"]), g["lr"]) for g in engine.optimizer.param_groups] == [
         (1, 0.1),
         (1, 0.01),
@@ -59,21 +52,21 @@ def test_an_entry_may_split_groups_by_name() -> None:
 
 
 def test_an_optimizer_by_its_dotted_path() -> None:
-    assert type(start("torch.optim.Adamax", nn.Linear(1, 1)).optimizer) is torch.optim.Adamax
-    assert type(start("torch.optim.NAdam", nn.Linear(1, 1)).optimizer) is torch.optim.NAdam
+    assert type(engine_of("torch.optim.Adamax", nn.Linear(1, 1)).optimizer) is torch.optim.Adamax
+    assert type(engine_of("torch.optim.NAdam", nn.Linear(1, 1)).optimizer) is torch.optim.NAdam
 
 
 def test_an_optimizer_brings_its_partitioner() -> None:
-    partitioner = start("Own", nn.Linear(1, 1)).partitioner
+    partitioner = engine_of("Own", nn.Linear(1, 1)).partitioner
     assert type(partitioner) is Bound and partitioner.bound is torch.optim.SGD
     with pytest.raises(
         PluginError, match="builtins:repr of an OptimizerEntry gave a str, not a Partitioner"
     ):
-        start("Wrong", nn.Linear(1, 1))
+        engine_of("Wrong", nn.Linear(1, 1))
 
 
 def test_two_that_reduce_gradients_are_refused() -> None:
     with pytest.raises(
         (UsageError, ds_core.errors.ConfigError), match="reduces gradients by itself"
     ):
-        start("Own", nn.Linear(1, 1), zero_optimization={"stage": 1})
+        engine_of("Own", nn.Linear(1, 1), zero_optimization={"stage": 1})

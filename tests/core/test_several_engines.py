@@ -8,24 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.truth import start
 from torch import nn
 
-import ds_core
 from ds_core.errors import UsageError
 
-
-def config(gas: int = 1, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        **more,
-    }
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
 
 
-def start(model: nn.Module, gas: int = 1, **more: Any) -> Any:
-    return ds_core.initialize(model=model, config=config(gas, **more))[0]
+def engine_of(model: nn.Module, gas: int = 1, **more: Any) -> Any:
+    return start(model, gas=gas, optimizer=SGD, **more)
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -42,22 +34,22 @@ def data(seed: int) -> torch.Tensor:
 
 def test_a_part_of_a_model_in_use_or_something_around_it_cannot_be_taken() -> None:
     net = model()
-    engine = start(net)
+    engine = engine_of(net)
     with pytest.raises(
         UsageError, match=r"the model belongs|the parameter 'weight' of the model belongs"
     ):
-        start(net[0])  # type: ignore[index]
+        engine_of(net[0])  # type: ignore[index]
     with pytest.raises(UsageError, match=r"the parameter '0\.0\.weight' of the model belongs"):
-        start(nn.Sequential(net, nn.Linear(1, 1).double()))
+        engine_of(nn.Sequential(net, nn.Linear(1, 1).double()))
     engine.destroy()
 
 
 def test_frozen_parts_may_be_shared() -> None:
     net = model()
-    engine = start(net)
+    engine = engine_of(net)
     for param in net.parameters():
         param.requires_grad_(False)
-    other = start(nn.Sequential(net, nn.Linear(1, 1).double()))
+    other = engine_of(nn.Sequential(net, nn.Linear(1, 1).double()))
     other.backward(other(data(1)).square().mean())
     other.step()
     assert other.was_step_applied()
@@ -71,11 +63,11 @@ def test_a_forgotten_engine_is_no_hindrance_and_leaves_no_hooks(cycle: bool) -> 
     truth = copy.deepcopy(net)
     gc.disable()  # so that it is our own collection that finds the cycle
     try:
-        engine = start(net, gas=2, data_types={"grad_accum_dtype": "fp32"})
+        engine = engine_of(net, gas=2, data_types={"grad_accum_dtype": "fp32"})
         if cycle:
             engine.loop = engine
         del engine
-        engine = start(net)
+        engine = engine_of(net)
     finally:
         gc.enable()
     engine.backward(engine(data(1)).square().mean())

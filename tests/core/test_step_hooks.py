@@ -28,7 +28,7 @@ class Loss(nn.Linear):
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Start]:
+def engine_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_ds: None) -> Iterator[Start]:
     """An engine whose config loads plugins with these bodies."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
@@ -73,8 +73,8 @@ WATCHER = "\n".join(
 )
 
 
-def test_observers_see_what_happens_in_its_order(start: Start, tmp_path: Path) -> None:
-    engine = start(WATCHER)
+def test_observers_see_what_happens_in_its_order(engine_with: Start, tmp_path: Path) -> None:
+    engine = engine_with(WATCHER)
     (seen,) = engine.seen
     one_step(engine)
     engine.save_checkpoint(str(tmp_path / "saved"))
@@ -113,8 +113,8 @@ def ds_eval_end(ctx, metrics): SEEN.append(("eval", dict(metrics)))
 
 @pytest.mark.parametrize("body", [EVALUATES, EVALUATED_BEFORE])
 @pytest.mark.filterwarnings("ignore:.*the phase .eval.:DeprecationWarning")
-def test_an_evaluation_is_told_to_who_listens_to_no_step(start: Start, body: str) -> None:
-    engine = start(body)
+def test_an_evaluation_is_told_to_who_listens_to_no_step(engine_with: Start, body: str) -> None:
+    engine = engine_with(body)
     (seen,) = engine.seen
     one_step(engine)
     assert seen == []
@@ -137,8 +137,10 @@ def ds_metrics(step): SEEN.append(("metrics", step + 1)); return {"Train/own": 1
 """
 
 
-def test_an_observer_is_called_in_the_steps_that_it_named(start: Start, tmp_path: Path) -> None:
-    engine = start(SPARSE, gradient_accumulation_steps=2)
+def test_an_observer_is_called_in_the_steps_that_it_named(
+    engine_with: Start, tmp_path: Path
+) -> None:
+    engine = engine_with(SPARSE, gradient_accumulation_steps=2)
     (seen,) = engine.seen
 
     def called(updates: int) -> list[Any]:
@@ -169,14 +171,14 @@ def test_an_observer_is_called_in_the_steps_that_it_named(start: Start, tmp_path
     ],
 )
 def test_a_wrong_period_is_an_error_when_the_engine_is_built(
-    start: Start, answer: object, why: str
+    engine_with: Start, answer: object, why: str
 ) -> None:
     with pytest.raises(PluginError, match=why):
-        start(f"def ds_listens(ctx): return {answer!r}\ndef ds_step_end(step): pass")
+        engine_with(f"def ds_listens(ctx): return {answer!r}\ndef ds_step_end(step): pass")
 
 
-def test_an_exception_on_its_way_out_is_observed_once(start: Start) -> None:
-    engine = start(WATCHER)
+def test_an_exception_on_its_way_out_is_observed_once(engine_with: Start) -> None:
+    engine = engine_with(WATCHER)
     (seen,) = engine.seen
     with pytest.raises(ZeroDivisionError):
         try:
@@ -185,7 +187,7 @@ def test_an_exception_on_its_way_out_is_observed_once(start: Start) -> None:
             engine.destroy()
     assert [(name, str(what)) for name, what in seen if name == "close"] == [("close", "training")]
     hook = sys.excepthook
-    engine = start(WATCHER)
+    engine = engine_with(WATCHER)
     (seen,) = engine.seen
     assert sys.excepthook is not hook
     try:
@@ -221,9 +223,9 @@ CLAMP = (
 
 
 def test_gradients_that_are_not_finite_are_skipped_before_plugins_could_hide_it(
-    start: Start,
+    engine_with: Start,
 ) -> None:
-    engine = start(CLAMP)
+    engine = engine_with(CLAMP)
     engine.backward(engine(torch.full((2, 2), torch.inf)))
     engine.step()
     assert engine.skipped_steps == 1
@@ -243,8 +245,8 @@ def ds_gradients(gradients):
 """
 
 
-def test_what_is_seen_of_gradients(start: Start) -> None:
-    engine = start(SUMS, gradient_accumulation_steps=2, gradient_clipping=0.0)
+def test_what_is_seen_of_gradients(engine_with: Start) -> None:
+    engine = engine_with(SUMS, gradient_accumulation_steps=2, gradient_clipping=0.0)
     engine(torch.ones(2, 2)).backward()
     engine.step()
     engine(torch.ones(2, 2)).backward()
@@ -256,15 +258,15 @@ def test_what_is_seen_of_gradients(start: Start) -> None:
     assert sums == pytest.approx(expected)
 
 
-def test_a_plugin_that_fails_on_gradients_ends_training(start: Start) -> None:
-    engine = start("def ds_gradients(gradients): raise ValueError('no')")
+def test_a_plugin_that_fails_on_gradients_ends_training(engine_with: Start) -> None:
+    engine = engine_with("def ds_gradients(gradients): raise ValueError('no')")
     with pytest.raises(PluginError, match="failed in ds_gradients: ValueError: no"):
         one_step(engine)
 
 
-def test_gradients_that_the_optimizer_reduces_are_refused(start: Start) -> None:
+def test_gradients_that_the_optimizer_reduces_are_refused(engine_with: Start) -> None:
     with pytest.raises(UsageError, match=r"hooked_\d+.*ds_gradients.*OptimizerReduced does not"):
-        start(CLAMP, optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}})
+        engine_with(CLAMP, optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}})
 
 
 METHODS = """
@@ -273,26 +275,28 @@ def ds_engine_methods(): return {'%s': __name__ + ':given'}
 """
 
 
-def test_engine_methods(start: Start) -> None:
-    engine = start(METHODS % "steps_and")
+def test_engine_methods(engine_with: Start) -> None:
+    engine = engine_with(METHODS % "steps_and")
     one_step(engine)
     assert engine.steps_and(more=2) == 3
 
 
-def test_engine_methods_that_are_taken(start: Start) -> None:
+def test_engine_methods_that_are_taken(engine_with: Start) -> None:
     with pytest.raises(
         PluginError, match=r"'mine' is given by plugins .*hooked_\d+.* and .*hooked_\d+"
     ):
-        start(METHODS % "mine", METHODS % "mine")
+        engine_with(METHODS % "mine", METHODS % "mine")
     with pytest.raises(PluginError, match=r"hooked_\d+.*gives 'step', which the engine has itself"):
-        start(METHODS % "step")
+        engine_with(METHODS % "step")
 
 
-def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_fails_to_ask_is_switched_off(
+    engine_with: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     asks = (
         "from ds_core.entries import Request\ndef ds_request(step): return Request(stop=step == 1)"
     )
-    engine = start("def ds_request(step): return 'stop'", asks)
+    engine = engine_with("def ds_request(step): return 'stop'", asks)
     one_step(engine)
     assert not engine.should_stop
     assert "must return a Request or None, not a str" in caplog.text
@@ -301,10 +305,10 @@ def test_who_fails_to_ask_is_switched_off(start: Start, caplog: pytest.LogCaptur
 
 
 def test_a_plugin_ends_the_program_when_the_checkpoint_is_there(
-    start: Start, tmp_path: Path
+    engine_with: Start, tmp_path: Path
 ) -> None:
     asks = "from ds_core.entries import Request\ndef ds_request(step): return Request("
-    engine = start(
+    engine = engine_with(
         asks + f"save={str(tmp_path)!r}, exit_code=75)", asks + "stop=True, exit_code=3)"
     )
     with pytest.raises(SystemExit) as ended:
@@ -337,8 +341,8 @@ class Kept:
     def close(self) -> None: ...
 
 
-def test_metrics_of_plugins_reach_observers_and_monitors(start: Start) -> None:
-    engine = start(LARGEST, READS)
+def test_metrics_of_plugins_reach_observers_and_monitors(engine_with: Start) -> None:
+    engine = engine_with(LARGEST, READS)
     kept = Kept()
     engine.monitor.monitors.append(kept)
     one_step(engine)
@@ -364,8 +368,8 @@ def test_metrics_of_plugins_reach_observers_and_monitors(start: Start) -> None:
     )
 
 
-def test_metrics_that_nobody_reads_are_not_computed(start: Start) -> None:
-    engine = start(LARGEST)
+def test_metrics_that_nobody_reads_are_not_computed(engine_with: Start) -> None:
+    engine = engine_with(LARGEST)
     one_step(engine)
     assert engine.seen == [[]]
 
@@ -378,17 +382,17 @@ def test_metrics_that_nobody_reads_are_not_computed(start: Start) -> None:
     ],
 )
 def test_metrics_that_are_no_numbers_switch_the_plugin_off(
-    start: Start, caplog: pytest.LogCaptureFixture, body: str, words: str
+    engine_with: Start, caplog: pytest.LogCaptureFixture, body: str, words: str
 ) -> None:
-    engine = start(f"def ds_metrics(): return {body}", READS)
+    engine = engine_with(f"def ds_metrics(): return {body}", READS)
     one_step(engine)
     one_step(engine)
     assert caplog.text.count("failed in ds_metrics") == 1 and words in caplog.text
     assert len(engine.seen[1]) == 2
 
 
-def test_users_log_their_own(start: Start) -> None:
-    engine = start()
+def test_users_log_their_own(engine_with: Start) -> None:
+    engine = engine_with()
     kept = Kept()
     engine.monitor.monitors.append(kept)
     one_step(engine)

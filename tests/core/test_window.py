@@ -15,6 +15,7 @@ import pytest
 import torch
 from ds_access import safe_get_full_grad, safe_set_full_grad, safe_update_full_grad_vectorized
 from ds_testing import run_ranks
+from ds_testing.truth import plain, same, start
 from torch import nn
 
 import ds_core
@@ -23,23 +24,14 @@ from ds_core.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
-LR = 0.1
-
 
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def start(gas: int = 1, net: nn.Module | None = None, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        **more,
-    }
-    return ds_core.initialize(model=net or model(), config=config)[0]
+def engine_of(gas: int = 1, net: nn.Module | None = None, **more: Any) -> Any:
+    return start(net or model(), gas=gas, **more)
 
 
 def data(n: int) -> list[torch.Tensor]:
@@ -56,41 +48,30 @@ def run(engine: Any, xs: list[torch.Tensor]) -> list[int]:
     return steps
 
 
-def plain(windows: list[list[torch.Tensor]]) -> nn.Module:
+def alone(windows: list[list[torch.Tensor]]) -> nn.Module:
     """Plain torch, one update per window."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for xs in windows:
-        for x in xs:
-            (net(x).square().mean() / len(xs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        plain(net, lambda _, index, xs=xs: xs[index], 1, count=len(xs))  # type: ignore[misc]
     return net
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    return all(
-        torch.allclose(p, q, rtol=1e-6, atol=1e-7)
-        for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
 
 
 # -- counting --------------------------------------------------------------------------------------
 
 
 def test_accumulation_steps_that_change_between_windows_count_from_there() -> None:
-    engine = start(2)
+    engine = engine_of(2)
     xs = data(5)
     assert run(engine, xs[:2]) == [0, 1]
     engine.set_train_batch_size(6)
     assert run(engine, xs[2:]) == [1, 1, 2]
-    assert same(engine.module, plain([xs[:2], xs[2:]]))
+    same(engine.module, alone([xs[:2], xs[2:]]), 1e-6, 1e-7)
     assert engine.global_samples == 4 + 6
 
 
 @pytest.mark.parametrize("after_step", [False, True])
 def test_a_change_in_the_middle_of_a_window_waits_for_the_next(after_step: bool) -> None:
-    engine = start(2)
+    engine = engine_of(2)
     xs = data(5)
     engine.backward(engine(xs[0]).square().mean())
     if not after_step:
@@ -103,11 +84,11 @@ def test_a_change_in_the_middle_of_a_window_waits_for_the_next(after_step: bool)
     assert run(engine, xs[1:2]) == [1]
     assert engine.ctx.batch == Batch(6, 2, 3)
     assert run(engine, xs[2:]) == [1, 1, 2]
-    assert same(engine.module, plain([xs[:2], xs[2:]]))
+    same(engine.module, alone([xs[:2], xs[2:]]), 1e-6, 1e-7)
 
 
 def test_a_forced_boundary_begins_a_window() -> None:
-    engine = start(3)
+    engine = engine_of(3)
     engine.set_gradient_accumulation_boundary(True)
     assert run(engine, data(1)) == [1]
     engine.set_gradient_accumulation_boundary(None)
@@ -124,7 +105,7 @@ def test_a_step_that_was_refused_can_be_made_again() -> None:
     }
     engine = ds_core.initialize(
         model=net,
-        optimizer=torch.optim.SGD(net.parameters(), lr=LR),
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
         config=config,
     )[0]
@@ -134,12 +115,12 @@ def test_a_step_that_was_refused_can_be_made_again() -> None:
         engine.step()
     engine.step(lr_kwargs={"metrics": 1.0})
     assert (engine.global_steps, engine.micro_steps) == (1, 2)
-    assert same(net, plain([xs]))
+    same(net, alone([xs]), 1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("how", ["engine", "plain", "recomputed"])
 def test_without_managed_accumulation_samples_are_those_of_the_backwards(how: str) -> None:
-    engine = start(managed_gradient_accumulation=False)
+    engine = engine_of(managed_gradient_accumulation=False)
     xs = data(5)
     for window in (xs[:3], xs[3:]):
         for x in window:
@@ -168,7 +149,7 @@ def test_gradients_read_and_set_are_the_same_after_a_plain_backward(precision: s
     )
     found = []
     for how in ("engine", "plain"):
-        engine = start(4, **low)
+        engine = engine_of(4, **low)
         weight = engine.module[0].weight
         bias = engine.module[0].bias
         for x in data(2):
@@ -194,7 +175,7 @@ def test_gradients_read_and_set_are_the_same_after_a_plain_backward(precision: s
 
 
 def test_a_dropped_micro_batch_leaves_nothing_behind() -> None:
-    engine = start(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    engine = engine_of(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
     xs = data(3)
     xs = [x.bfloat16() for x in xs]
     engine(xs[0]).square().mean().backward()
@@ -207,7 +188,7 @@ def test_a_dropped_micro_batch_leaves_nothing_behind() -> None:
 
 
 def test_zero_grad_of_a_copy_is_its_own() -> None:
-    engine = start()
+    engine = engine_of()
     engine.backward(engine(data(1)[0]).square().mean())
     twin = copy.deepcopy(engine.module)
     file = io.BytesIO()
@@ -227,7 +208,7 @@ def test_zero_grad_of_a_copy_is_its_own() -> None:
 
 
 def test_every_use_of_a_destroyed_engine_is_an_error(tmp_path: Any) -> None:
-    engine = start()
+    engine = engine_of()
     loss = engine(data(1)[0]).square().mean()
     run(engine, data(2))
     step = engine.step
@@ -260,17 +241,17 @@ def test_initialize_again_on_the_same_model_destroys_the_engine_before(
 ) -> None:
     net = model()
     xs = data(2)
-    first = start(2, net=net)
+    first = engine_of(2, net=net)
     first.backward(first(xs[0]).square().mean())
     first.step()
     with caplog.at_level(logging.WARNING, "ds_core"):
-        second = start(2, net=net)
+        second = engine_of(2, net=net)
     assert caplog.text.count("initialize was called again on a model whose engine is in use") == 1
     with pytest.raises(UsageError, match="this engine was destroyed"):
         first.step()
     second.zero_grad()
     run(second, xs)
-    assert same(net, plain([xs]))
+    same(net, alone([xs]), 1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("section", [{}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
@@ -299,13 +280,13 @@ class Rotary(nn.Linear):
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_buffers_keep_their_dtype_unless_the_config_says_otherwise(mode: str) -> None:
-    engine = start(net=Rotary(), **{mode: {"enabled": True}})
+    engine = engine_of(net=Rotary(), **{mode: {"enabled": True}})
     assert engine.module.inv_freq.dtype == torch.float32
     assert float(engine.module.inv_freq[0]) == pytest.approx(1 / 3, abs=1e-8)
     assert engine.module.norm.running_mean.dtype == engine.module.norm.weight.dtype
     engine.backward(engine(data(1)[0].to(engine.module.weight.dtype)).square().mean())
     engine.step()
-    engine = start(net=Rotary(), **{mode: {"enabled": True}}, data_types={"buffer_dtype": mode})
+    engine = engine_of(net=Rotary(), **{mode: {"enabled": True}}, data_types={"buffer_dtype": mode})
     assert engine.module.inv_freq.dtype == engine.module.weight.dtype
 
 
@@ -314,7 +295,7 @@ def test_a_parameter_that_is_thawed_without_the_optimizer_is_told(
 ) -> None:
     net = model()
     net[0].requires_grad_(False)
-    engine = start(net=net)
+    engine = engine_of(net=net)
     with caplog.at_level(logging.WARNING, "ds_core"):
         run(engine, data(1))
         assert "will not be trained" not in caplog.text
@@ -327,18 +308,18 @@ def test_a_memory_breakdown_is_shown_from_the_first_step_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO, "ds_core"):
-        run(start(memory_breakdown=True), data(3))
+        run(engine_of(memory_breakdown=True), data(3))
     assert caplog.text.count("memory after step") == 1
 
 
 def test_alone_gradients_need_not_be_averaged() -> None:
-    engine = start()
+    engine = engine_of()
     engine.backward(engine(data(1)[0]).sum(), allreduce_gradients=False)  # nobody to average with
     assert engine.module[0].weight.grad is not None
 
 
 def drift() -> str:
-    engine = start()
+    engine = engine_of()
     with pytest.raises(UsageError) as error:
         engine.backward(engine(data(1)[0]).sum(), allreduce_gradients=False)
     return str(error.value)
@@ -353,5 +334,5 @@ def test_the_engine_hides_no_attribute_of_the_model() -> None:
     net.window = 1  # type: ignore[assignment]
     net.accumulation = 2  # type: ignore[assignment]
     net.open = 3  # type: ignore[assignment]
-    engine = start(net=net)
+    engine = engine_of(net=net)
     assert (engine.window, engine.accumulation, engine.open) == (1, 2, 3)

@@ -36,7 +36,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def train(site: str, folder: str, sections: dict[str, Any]) -> list[Any]:
+def losses_and_warnings(site: str, folder: str, sections: dict[str, Any]) -> list[Any]:
     """Two steps with most of the plugins at once; what became of the losses, and which warnings
     came.
     """
@@ -96,8 +96,8 @@ def Towers() -> Any:  # noqa: N802  # a class, made where torch may be loaded
 
 def test_they_train_together(site: Path, tmp_path: Path) -> None:
     sections = {"my_runner": {}, "my_towers": {"size": 2}}
-    (losses, _), _ = run_ranks(2, train, str(site), str(tmp_path), sections)
-    (truth, _), _ = run_ranks(2, train, str(site), str(tmp_path), {})
+    (losses, _), _ = run_ranks(2, losses_and_warnings, str(site), str(tmp_path), sections)
+    (truth, _), _ = run_ranks(2, losses_and_warnings, str(site), str(tmp_path), {})
     assert losses == pytest.approx(truth, rel=1e-6), (
         "another runner, and towers that are alike, change nothing"
     )
@@ -107,10 +107,12 @@ def test_they_train_together(site: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_store_with_the_old_names_serves(site: Path, tmp_path: Path, stage: int) -> None:
     zero = {"stage": stage, "offload_optimizer": {"device": "attic"}}
-    plain = run_ranks(2, train, str(site), str(tmp_path), {"zero_optimization": {"stage": stage}})[
-        0
-    ]
-    losses, warned = run_ranks(2, train, str(site), str(tmp_path), {"zero_optimization": zero})[0]
+    plain = run_ranks(
+        2, losses_and_warnings, str(site), str(tmp_path), {"zero_optimization": {"stage": stage}}
+    )[0]
+    losses, warned = run_ranks(
+        2, losses_and_warnings, str(site), str(tmp_path), {"zero_optimization": zero}
+    )[0]
     assert losses == pytest.approx(plain[0], rel=1e-6)
     if stage == 1:  # a worker imports the store once
         assert any("ds_core.stores is ds_state_stores now" in text for text in warned)

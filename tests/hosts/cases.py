@@ -95,7 +95,7 @@ def batches(engine: Any, step: int) -> Iterator[Any]:
     return iter([(x, y) for x, y in pairs])
 
 
-def train(case: str, folder: Path, first: int, last: int, local: bool) -> list[float]:
+def losses_of_case(case: str, folder: Path, first: int, last: int, local: bool) -> list[float]:
     build, more = CASES[case]
     torch.manual_seed(7)
     params = {"lr": 0.01, "weight_decay": 0.1}
@@ -119,7 +119,9 @@ def main(result: str, folder: str, first: str, last: str, *cases: str) -> None:
     ds_core.init_distributed()
     path = Path(folder.removeprefix("local:"))
     local = folder.startswith("local:")
-    losses = {case: train(case, path, int(first), int(last), local) for case in cases or CASES}
+    losses = {
+        case: losses_of_case(case, path, int(first), int(last), local) for case in cases or CASES
+    }
     if distributed.get_rank() == 0:
         Path(result).write_text(json.dumps(losses))
 

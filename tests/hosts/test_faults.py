@@ -30,7 +30,7 @@ def own(lab: Callable[..., Lab], tmp_path: Path) -> Site:
     return Site(lab("a", "b", ssh=True, shared=[tmp_path]), tmp_path)
 
 
-def train(site: Site, *words: str) -> subprocess.Popen[str]:
+def endless_run(site: Site, *words: str) -> subprocess.Popen[str]:
     """An endless run on a and b, once it has made some steps."""
     with disposed(ignored=False):  # Ctrl-C is sent
         process = site.start("ab", *words)
@@ -80,7 +80,7 @@ def said_once(text: str, pattern: str) -> None:
 @pytest.mark.parametrize("fault", [Host.cut, Host.crash, Host.kill])
 def test_a_host_is_lost(own: Site, name: str, fault: Callable[[Host], None]) -> None:
     """a has the run's store."""
-    process = train(own, ENDLESS)
+    process = endless_run(own, ENDLESS)
     fault(own.lab.host(name))
     code, text = end(own, process)
     assert code == 1
@@ -100,7 +100,7 @@ def test_a_host_crashes_under_other_launchers(own: Site, launcher: str) -> None:
     program, options = OTHERS[launcher]
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed; make test-hosts does so on Debian")
-    process = train(own, "--launcher", launcher, *options, ENDLESS)
+    process = endless_run(own, "--launcher", launcher, *options, ENDLESS)
     own.lab.host("b").crash()
     code, text = end(own, process)
     assert code == 1
@@ -115,7 +115,7 @@ def test_a_host_crashes_under_other_launchers(own: Site, launcher: str) -> None:
     ],
 )
 def test_a_rank(own: Site, number: int, code: int | None, pattern: str) -> None:
-    process = train(own, ENDLESS)
+    process = endless_run(own, ENDLESS)
     os.kill(rank(own.lab.host("b"), 3).pid, number)
     found, text = end(own, process)
     assert found == code or (code is None and found > 0)
@@ -124,7 +124,7 @@ def test_a_rank(own: Site, number: int, code: int | None, pattern: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_launcher(own: Site, number: int) -> None:
-    process = train(own, ENDLESS)
+    process = endless_run(own, ENDLESS)
     process.send_signal(number)
     code, _ = end(own, process)
     assert code == (-9 if number == signal.SIGKILL else 128 + number)

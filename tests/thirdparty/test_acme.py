@@ -38,7 +38,7 @@ def config(folder: Path, **section: Any) -> dict[str, Any]:
     }
 
 
-def train(
+def run_script(
     site: Path, folder: Path, settings: dict[str, Any], *, status: int = 0, **environment: str
 ) -> str:
     file = folder / "config.json"
@@ -56,7 +56,7 @@ def lines(file: Path) -> list[Any]:
 
 @pytest.mark.slow
 def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
-    output = train(acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
+    output = run_script(acme, tmp_path, config(tmp_path), DS_ACCELERATOR="acme", ACME_DEVICE="1")
     seen = json.loads(output.splitlines()[-1])
     assert seen["accelerator"] == "acme"
     assert (seen["optimizer"], seen["scheduler"], seen["steps"]) == ("AcmeSign", "LambdaLR", 3)
@@ -80,7 +80,7 @@ def test_everything_of_acme_works_together(acme: Path, tmp_path: Path) -> None:
 def test_its_section_has_effect_key_by_key(acme: Path, tmp_path: Path) -> None:
     settings = config(tmp_path, every=2, freeze_biases=True)
     del settings["acme"]["events"]
-    output = train(acme, tmp_path, settings)
+    output = run_script(acme, tmp_path, settings)
     seen = json.loads(output.splitlines()[-1])
     assert seen["accelerator"] != "acme"  # there is none
     assert seen["bias"][0] == seen["bias"][1]

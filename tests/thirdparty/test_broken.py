@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "site"
 
 
-def train(site: Path, folder: Path, settings: dict[str, Any], status: int = 0) -> str:
+def run_script(site: Path, folder: Path, settings: dict[str, Any], status: int = 0) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps(settings))
     env = clean_environment(PYTHONPATH=str(site))
@@ -59,7 +59,7 @@ print(chosen.plugins.section("csv_monitor").dist if "csv_monitor" in chosen.conf
 
 @pytest.mark.slow
 def test_training_that_does_not_name_it_goes_on(site: Path, tmp_path: Path) -> None:
-    output = train(site, tmp_path, PLAIN)
+    output = run_script(site, tmp_path, PLAIN)
     seen = json.loads(output.splitlines()[-1])
     assert (seen["steps"], seen["optimizer"]) == (3, "AdamW")
 

@@ -13,7 +13,7 @@ from ds_testing import InterceptorConformance, run_ranks
 HERE = str(Path(__file__).parent)
 
 
-def train() -> list[dict[str, float]]:
+def counted_steps() -> list[dict[str, float]]:
     import torch
 
     import ds_core
@@ -56,7 +56,7 @@ def train() -> list[dict[str, float]]:
 
 
 def test_bytes_of_every_step_are_metrics() -> None:
-    for steps in run_ranks(2, train):
+    for steps in run_ranks(2, counted_steps):
         # 8 gradients and the flag of the parameter, in fp32
         assert steps[-1] == {"Comm/all_reduce_bytes": 36.0}
 

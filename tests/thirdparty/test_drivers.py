@@ -31,7 +31,7 @@ AXES = "def ds_param_axes(name, param):\n    return {'dp'} if name == 'weight' e
 STRANGE_AXES = "def ds_param_axes(name):\n    return {'elsewhere'} if name == 'weight' else None\n"
 
 
-def start(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> ds_core.Engine:
+def engine_with(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> ds_core.Engine:
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(folder))
@@ -47,10 +47,10 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, **modules: str) -> ds_c
 def test_one_partitioner_drives_and_two_are_an_error_naming_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(tmp_path, monkeypatch, drive_a=PARTITIONER, drive_none=NOT_MINE)
+    engine = engine_with(tmp_path, monkeypatch, drive_a=PARTITIONER, drive_none=NOT_MINE)
     assert type(engine.partitioner).__name__ == "Mine"
     with pytest.raises(PluginError, match=r"ds_partitioner is answered by (?=.*drive_b).*drive_c"):
-        start(tmp_path, monkeypatch, drive_b=PARTITIONER, drive_c=PARTITIONER)
+        engine_with(tmp_path, monkeypatch, drive_b=PARTITIONER, drive_c=PARTITIONER)
 
 
 @pytest.mark.usefixtures("clean_ds")
@@ -61,7 +61,7 @@ def test_a_partitioner_that_is_none_is_named(
         PluginError,
         match=r"drive_wrong.*ds_partitioner: it must return a Partitioner or None, not an int",
     ):
-        start(tmp_path, monkeypatch, drive_wrong=WRONG)
+        engine_with(tmp_path, monkeypatch, drive_wrong=WRONG)
 
 
 def held(folder: str) -> dict[str, list[str]]:
@@ -71,7 +71,9 @@ def held(folder: str) -> dict[str, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         own = Path(folder) / str(os.getpid())
         own.mkdir()
-        engine = start(own, patch, axes_a=AXES, axes_b="def ds_param_axes(name):\n    return ()\n")
+        engine = engine_with(
+            own, patch, axes_a=AXES, axes_b="def ds_param_axes(name):\n    return ()\n"
+        )
         answer = {info.name: list(info.held) for info in engine.ctx.params.values()}
         engine.destroy()
     return answer
@@ -86,7 +88,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PluginError, match=r"axes_c.*'weight'.*elsewhere"):
-        start(tmp_path, monkeypatch, axes_c=STRANGE_AXES)
+        engine_with(tmp_path, monkeypatch, axes_c=STRANGE_AXES)
 
 
 SECTION = """

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ds_testing import LoaderConformance, PluginConformance, PrecisionConformance
 from ds_testing.pytest_plugin import Ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -129,24 +130,18 @@ class TestTokenBudget(LoaderConformance):
         return batch[0][:, 0].tolist()
 
 
-def start(zero: dict[str, Any], gas: int) -> ds_core.Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
-        "plugins": {"load": list(LOAD)},
-    }
-    return ds_core.initialize(
-        model=Words(), config={**config, **BUDGET, **zero}, training_data=texts()
-    )[0]
+def engine_of(zero: dict[str, Any], gas: int) -> ds_core.Engine:
+    sgd = {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}
+    sections = {"plugins": {"load": list(LOAD)}, **BUDGET, **zero}
+    data = texts()
+    return start(Words(), micro=1, gas=gas, clip=0.5, optimizer=sgd, training_data=data, **sections)
 
 
 def trained(zero: dict[str, Any], folder: str) -> dict[str, Any]:
     """On a rank: the words of each micro-batch and the loss of each step, without and with a
     checkpoint in between.
     """
-    engine = start(zero, gas=2)
+    engine = engine_of(zero, gas=2)
     seen: list[list[int]] = []
     engine.module.register_forward_pre_hook(
         lambda module, given: seen.append(given[0][given[0] > 0].tolist())
@@ -158,7 +153,7 @@ def trained(zero: dict[str, Any], folder: str) -> dict[str, Any]:
             engine.save_checkpoint(folder)
         losses.append(engine.train_batch().item())
         samples.append(engine.global_samples)
-    resumed = start(zero, gas=2)
+    resumed = engine_of(zero, gas=2)
     resumed.load_checkpoint(folder)
     again = [resumed.train_batch().item() for _ in range(2)]
     result = {
@@ -259,7 +254,7 @@ def test_only_stages_that_need_data_read_it(ranks: Ranks, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("clean_ds")
 def test_the_position_of_another_loader_is_refused(tmp_path: Path) -> None:
-    engine = start({}, gas=1)
+    engine = engine_of({}, gas=1)
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
     plain, *_ = ds_core.initialize(model=Words(), config=config, training_data=texts())
     plain.save_checkpoint(str(tmp_path))

@@ -14,7 +14,7 @@ from ds_core.errors import ConfigError
 HERE = str(Path(__file__).parent)
 
 
-def train(collectives: str | None, **sections: Any) -> list[Any]:
+def weights_and_calls(collectives: str | None, **sections: Any) -> list[Any]:
     import torch
 
     import ds_core
@@ -39,18 +39,18 @@ def train(collectives: str | None, **sections: Any) -> list[Any]:
 
 
 def test_it_serves_where_the_config_names_it() -> None:
-    (named, calls), _ = run_ranks(2, train, "Ordered")
-    (plain, none), _ = run_ranks(2, train, "torch")
+    (named, calls), _ = run_ranks(2, weights_and_calls, "Ordered")
+    (plain, none), _ = run_ranks(2, weights_and_calls, "torch")
     assert len(calls) == 3 and not none
     assert named == plain
     with pytest.raises(
         ConfigError, match="no collective is called 'quick'; installed: .*ordered.*torch"
     ):
-        train("quick")
+        weights_and_calls("quick")
 
 
 def train_with(largest: int) -> list[Any]:
-    return train("Ordered", ordered_sums={"largest": largest})
+    return weights_and_calls("Ordered", ordered_sums={"largest": largest})
 
 
 def test_it_is_given_its_section() -> None:

@@ -59,7 +59,7 @@ ALL = {
 }
 
 
-def train(config: dict[str, Any], folder: Path) -> None:
+def step_and_save(config: dict[str, Any], folder: Path) -> None:
     engine, *_ = ds_core.initialize(model=nn.Linear(2, 2), config=config)
     engine.backward(engine(torch.ones(2, 2)).sum())
     engine.step()
@@ -95,7 +95,7 @@ def test_hooks_of_a_run_are_called_only_of_who_takes_part(
     )
     if "ODD_DEVICE" in change:
         monkeypatch.setenv("ODD_DEVICE", change.pop("ODD_DEVICE"))
-    train(PLAIN | change, tmp_path / "saved")
+    step_and_save(PLAIN | change, tmp_path / "saved")
     assert set(sys.modules[found.module].SEEN) == called
 
 

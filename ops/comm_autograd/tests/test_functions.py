@@ -73,7 +73,7 @@ alike.
 """
 
 
-def compare(world: int, kind: str, compiled: bool) -> dict[str, float]:
+def errors(world: int, kind: str, compiled: bool) -> dict[str, float]:
     off = {}
     rank = comm.rank()
     for name, (function, shapes, truth) in cases(kind, world).items():
@@ -109,14 +109,14 @@ def _most(difference: Tensor) -> float:
 @pytest.mark.parametrize("kind", SHAPE)
 @pytest.mark.parametrize("world", [2, 3])
 def test_values_and_gradients(world: int, kind: str) -> None:
-    for off in run_ranks(world, compare, world, kind, False):
+    for off in run_ranks(world, errors, world, kind, False):
         assert len(off) == 8
         assert max(off.values()) < 1e-14, off
 
 
 @pytest.mark.parametrize("kind", SHAPE)
 def test_compiled_in_one_graph(kind: str) -> None:
-    for off in run_ranks(2, compare, 2, kind, True):
+    for off in run_ranks(2, errors, 2, kind, True):
         assert max(off.values()) < 1e-14, off
 
 

@@ -48,7 +48,7 @@ def renew() -> None:
     comm.use_providers({("cpu", "gloo"): ours.collectives})
 
 
-def start(box: int = ours.BOX, once: int = ours.ONCE) -> None:
+def use_new_segments(box: int = ours.BOX, once: int = ours.ONCE) -> None:
     """Go through shared memory from here on, on new segments."""
     ours.BOX = box
     ours.ONCE = once

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ds_kernel_kit import build
 from ds_ops_cpu.plugin import OPS
+from ds_testing.truth import plain, start, train
 from torch import nn
 
 import ds_core
@@ -19,8 +20,6 @@ import ds_core
 pytestmark = pytest.mark.usefixtures("clean_ds")
 
 CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     "gradient_clipping": 0.01,
     # from here, also where it is installed
     "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["ds-ops-cpu"]},
@@ -32,22 +31,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
+def batch(step: int, _: int) -> torch.Tensor:
+    return torch.full((2, 4), float(step))
+
+
 def trained(config: dict[str, Any]) -> tuple[nn.Module, ds_core.Engine]:
-    engine, *_ = ds_core.initialize(model=model(), config=config)
-    for seed in range(5):
-        engine.backward(engine(torch.full((2, 4), float(seed))).square().mean())
-        engine.step()
+    engine = start(model(), **config)
+    train(engine, batch, 5)
     return engine.module, engine
 
 
-def plain() -> nn.Module:
+def alone() -> nn.Module:
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for seed in range(5):
-        optimizer.zero_grad()
-        net(torch.full((2, 4), float(seed))).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-        optimizer.step()
+    plain(net, batch, 5, clip=0.01)
     return net
 
 
@@ -61,7 +57,7 @@ def test_the_norm_is_taken_here(caplog: pytest.LogCaptureFixture) -> None:
         net, engine = trained(CONFIG)
     assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "cpp (plugins.load)"
     assert any("squared_norm by cpp (plugins.load)" in r.getMessage() for r in caplog.records)
-    assert_same(net, plain())
+    assert_same(net, alone())
 
 
 def test_a_machine_without_a_compiler_trains(
@@ -78,10 +74,10 @@ def test_a_machine_without_a_compiler_trains(
     assert (
         len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
     )
-    assert_same(net, plain())
+    assert_same(net, alone())
 
 
 def test_the_config_turns_it_off() -> None:
     net, engine = trained({**CONFIG, "kernels": {"squared_norm": "reference"}})
     assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (ds-kernel-kit)"
-    assert_same(net, plain())
+    assert_same(net, alone())

@@ -18,7 +18,7 @@ from ds_core.errors import CommError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_memory import SMALL, start, transport
+from shared_memory import SMALL, transport, use_new_segments
 
 
 class TestSharedMemory(CollectivesConformance):
@@ -30,12 +30,12 @@ class TestSharedMemory(CollectivesConformance):
 
 def at_borders() -> None:
     for once in (0, 1 << 12):
-        start(SMALL, once)
+        use_new_segments(SMALL, once)
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
             box = SMALL // dtype.itemsize
             for length in (box - 1, box, box + 1, 3 * box + 17, (1 << 12) // dtype.itemsize + 1):
                 check_reductions(length, dtype, "AVG" if once else "SUM", async_op=length > box)
-    start()
+    use_new_segments()
     check_reductions(1_500_017, torch.float32, "SUM", False)
     check_reductions(1_500_017, torch.float16, "AVG", True)
 
@@ -48,7 +48,7 @@ def test_sizes_at_the_borders_of_boxes_and_large_ones(size: int) -> None:
 
 
 def bits() -> None:
-    start()
+    use_new_segments()
     rank = dist.get_rank()
     size = dist.get_world_size()
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
@@ -112,7 +112,7 @@ def crossing() -> None:
     """Two groups that have not met, used in another order on each rank: nobody may wait in the
     first call.
     """
-    start()
+    use_new_segments()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     mine = [torch.full((5,), float(i + 1)) for i in range(2)]
     order = (0, 1) if dist.get_rank() == 0 else (1, 0)
@@ -135,7 +135,7 @@ def overlapping() -> None:
     """Groups that share ranks, disjoint ones and the world, all in flight at once, waited for in
     any order.
     """
-    start(SMALL)
+    use_new_segments(SMALL)
     rank = dist.get_rank()
     members = [[0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2]]
     groups = [dist.new_group(ranks) for ranks in members]

@@ -26,7 +26,7 @@ from ds_core.errors import CommError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_memory import ROOT, SMALL, core_checks, renew, start, transport
+from shared_memory import ROOT, SMALL, core_checks, renew, transport, use_new_segments
 
 
 def nothing_in_a_folder() -> None:
@@ -37,7 +37,7 @@ def nothing_in_a_folder() -> None:
 
 
 def lose_one(how: str) -> None:
-    start(SMALL)
+    use_new_segments(SMALL)
     nothing_in_a_folder()
     rank = dist.get_rank()
     big = torch.ones(4_000_000)
@@ -71,7 +71,7 @@ def one_ends_well() -> float:
     """A rank that has done its part may end while the others have not; and one that destroys the
     group has left.
     """
-    start()
+    use_new_segments()
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     total = torch.ones(3)
@@ -98,7 +98,7 @@ def test_a_rank_that_left_is_named_and_other_groups_go_on() -> None:
 
 
 def differ(how: str) -> str:
-    start()
+    use_new_segments()
     rank = dist.get_rank()
     if how == "late":
         segment = transport()
@@ -133,7 +133,7 @@ def test_ranks_that_call_different_collectives_or_come_too_late() -> None:
 
 
 def interrupted() -> str:
-    start()
+    use_new_segments()
     if dist.get_rank() == 1:
         time.sleep(1.0)
         try:
@@ -157,7 +157,7 @@ def test_ctrl_c_breaks_off_a_wait() -> None:
 
 
 def guarded(name: str, *args: Any) -> Any:
-    start()
+    use_new_segments()
     return getattr(core_checks("test_guard", ROOT / "plugins" / "comms_guard" / "tests"), name)(
         *args
     )

@@ -76,7 +76,7 @@ def levels() -> bool:
     return any(isinstance(getattr(w, "transport", None), TwoLevel) for w in used)
 
 
-def train(stage: int, provider: str, dtype: str) -> list[Any]:
+def losses_by(stage: int, provider: str, dtype: str) -> list[Any]:
     import ds_core
 
     torch.manual_seed(0)
@@ -129,15 +129,17 @@ def train_experts(stage: int, provider: str) -> list[float]:
 )
 def test_training_is_that_over_gloo_bit_for_bit(size: int, dtype: str) -> None:
     for stage in (1, 2, 3):
-        assert run_ranks(size, train, stage, "shm", dtype) == run_ranks(
-            size, train, stage, "composed", dtype
+        assert run_ranks(size, losses_by, stage, "shm", dtype) == run_ranks(
+            size, losses_by, stage, "composed", dtype
         )
 
 
 @pytest.mark.slow
 def test_training_over_two_hosts_is_that_over_one() -> None:
     for stage in (1, 2, 3):
-        ways = [run_ranks(4, train, stage, provider, "fp32") for provider in ("spread", "composed")]
+        ways = [
+            run_ranks(4, losses_by, stage, provider, "fp32") for provider in ("spread", "composed")
+        ]
         assert all(mine == pytest.approx(flat, rel=1e-5) for mine, flat in zip(*ways, strict=True))
     assert run_ranks(4, train_experts, 1, "spread")[0] == pytest.approx(
         run_ranks(4, train_experts, 1, "composed")[0]

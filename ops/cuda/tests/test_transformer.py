@@ -49,7 +49,7 @@ def layer(seed: int = 0, **changes: Any) -> DeepSpeedTransformerLayer:
     return made
 
 
-def plain(m: DeepSpeedTransformerLayer, x: Tensor, mask: Tensor | None) -> Tensor:
+def by_torch(m: DeepSpeedTransformerLayer, x: Tensor, mask: Tensor | None) -> Tensor:
     """The layer without dropout, in torch's own functions."""
     c = m.config
     b, s, _ = x.shape
@@ -111,7 +111,7 @@ def test_equals_plain_torch(pre: bool, on: str, request: pytest.FixtureRequest) 
             assert all(g.dtype == dtype for g in got)
             wide = layer(pre_layer_norm=pre).to(dtype).float()
             x32 = x.detach().float().requires_grad_()
-            wanted = gradients(plain(wide, x32, mask.float()), x32, wide)
+            wanted = gradients(by_torch(wide, x32, mask.float()), x32, wide)
             for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
                 error = ((a.float() - b).norm() / b.norm().clamp(min=1e-3)).item()
                 # the key's bias has no effect on the result, so the whole gradient of it is

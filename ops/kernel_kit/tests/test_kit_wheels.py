@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 COMPILED = {"ds_nvme": ROOT / "plugins" / "nvme", "ds_ops_cpu": ROOT / "ops" / "cpu"}
 
 
-def build(what: str, folder: Path, out: Path, **environment: str) -> Path:
+def build_package(what: str, folder: Path, out: Path, **environment: str) -> Path:
     """Build a "wheel" or "sdist" of `folder` with nothing of ours on the path."""
     code = (
         "import sys; from hatchling import build; "
@@ -35,11 +35,11 @@ def build(what: str, folder: Path, out: Path, **environment: str) -> Path:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_sdist_builds_a_wheel_outside_of_a_clone(name: str, tmp_path: Path) -> None:
-    with tarfile.open(build("sdist", COMPILED[name], tmp_path)) as archive:
+    with tarfile.open(build_package("sdist", COMPILED[name], tmp_path)) as archive:
         archive.extractall(tmp_path / "alone", filter="data")
     (folder,) = (tmp_path / "alone").iterdir()
     assert wheels.clone_of(folder) is None
-    wheel = build("wheel", folder, tmp_path)
+    wheel = build_package("wheel", folder, tmp_path)
     assert wheel.name.endswith("py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert not [n for n in archive.namelist() if "wheels" in n or n.endswith(".so")]
@@ -47,7 +47,7 @@ def test_an_sdist_builds_a_wheel_outside_of_a_clone(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_wheel_carries_its_library(tmp_path: Path) -> None:
-    wheel = build("wheel", COMPILED["ds_nvme"], tmp_path, DS_BUILD_OPS="1")
+    wheel = build_package("wheel", COMPILED["ds_nvme"], tmp_path, DS_BUILD_OPS="1")
     assert "none-any" not in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         carried = [n for n in archive.namelist() if n.startswith("ds_nvme/prebuilt/")]

@@ -26,7 +26,7 @@ from ds_core.errors import UsageError
 ADAM = {"lr": 0.1, "weight_decay": 0.0}
 
 
-def build() -> nn.Linear:
+def net() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(3, 2).double()
 
@@ -42,9 +42,9 @@ def read_and_write(world: int) -> None:
         "gradient_clipping": 0.0,
     }
     config["train_micro_batch_size_per_gpu"] = 4
-    model = build()
+    model = net()
     engine, *_ = ds_core.initialize(model=model, config=config)
-    plain = build()
+    plain = net()
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)
     everything = torch.cat([rows(rank) for rank in range(world)])
 
@@ -82,7 +82,7 @@ def read_and_write(world: int) -> None:
         safe_get_full_optimizer_state(model.weight, "exp_avgg")
     with pytest.raises(UsageError, match="safe_get_local_grad"):
         safe_get_local_grad(model.weight)
-    assert safe_get_full_grad(build().weight) is None
+    assert safe_get_full_grad(net().weight) is None
     engine.destroy()
 
 

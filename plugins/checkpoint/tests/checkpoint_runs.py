@@ -88,7 +88,7 @@ def make(mode: str = "fp32", *, seed: int = 1, width: int = 8, **config: Any) ->
     return engine
 
 
-def train(engine: Any, steps: int) -> list[float]:
+def losses_of(engine: Any, steps: int) -> list[float]:
     if not hasattr(engine, "batches"):
         engine.batches = iter(ds_core.RepeatingLoader(engine.training_dataloader))
     losses = []
@@ -110,14 +110,14 @@ def everything(engine: Any) -> dict[str, Any]:
 
 def first_life(folder: str, mode: str) -> Any:
     engine = make(mode)
-    train(engine, 3)
+    losses_of(engine, 3)
     engine.save_checkpoint(folder, client_state={"epoch": 1})
-    return train(engine, 5), engine.wait_for_checkpoint() or everything(engine)
+    return losses_of(engine, 5), engine.wait_for_checkpoint() or everything(engine)
 
 
 def first_life_short(folder: str) -> Any:
     engine = make()
-    train(engine, 3)
+    losses_of(engine, 3)
     engine.save_checkpoint(folder)
     return everything(engine)
 

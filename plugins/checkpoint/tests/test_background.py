@@ -37,7 +37,7 @@ def make(value: float, **config: Any) -> Any:
     return engine
 
 
-def train(engine: Any, steps: int) -> None:
+def make_steps(engine: Any, steps: int) -> None:
     for step in range(steps):
         x = torch.randn(
             2, 300, generator=torch.Generator().manual_seed(7 * engine.global_steps + step)
@@ -57,11 +57,11 @@ def train_while_saving(folder: str) -> bool:
     background.write = lambda *args: gate.wait(20) and real(*args)  # type: ignore[assignment]
     try:
         engine = make(1.0, **ASYNC)
-        train(engine, 2)
+        make_steps(engine, 2)
         engine.save_checkpoint(folder, "a", client_state={"at": torch.tensor([1.0])})
         saved = weights(engine)
         assert not (Path(folder) / "a").exists()
-        train(engine, 2)
+        make_steps(engine, 2)
         after = weights(engine)
         gate.set()
         engine.wait_for_checkpoint()
@@ -71,7 +71,7 @@ def train_while_saving(folder: str) -> bool:
     _, client = other.load_checkpoint(folder)
     assert client["at"].item() == 1.0 and other.global_steps == 2
     assert weights(other) == saved != after
-    train(other, 2)
+    make_steps(other, 2)
     return weights(other) == after
 
 
@@ -88,7 +88,7 @@ def one_at_a_time(folder: str) -> list[str]:
     engine = make(1.0, **ASYNC)
     for tag in "abc":
         engine.save_checkpoint(folder, tag)
-        train(engine, 1)
+        make_steps(engine, 1)
     engine.destroy()
     return sorted(p.name for p in Path(folder).iterdir())
 
@@ -156,9 +156,9 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
 
 def save_two(folder: str) -> None:
     engine = make(1.0)
-    train(engine, 1)
+    make_steps(engine, 1)
     engine.save_checkpoint(folder, "old", client_state={"t": torch.ones(3)})
-    train(engine, 1)
+    make_steps(engine, 1)
     engine.save_checkpoint(folder, "new", client_state={"t": torch.ones(3)})
 
 

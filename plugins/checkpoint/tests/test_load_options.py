@@ -13,7 +13,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_runs import Net, comm_size, everything, first_life, first_life_short, make, train
+from checkpoint_runs import (
+    Net,
+    comm_size,
+    everything,
+    first_life,
+    first_life_short,
+    losses_of,
+    make,
+)
 from ds_checkpoint.folder.format import parse_manifest
 from torch import Tensor, nn
 
@@ -25,7 +33,7 @@ from ds_core.errors import CheckpointError
 
 def parts(folder: str, arguments: dict[str, Any]) -> dict[str, Any]:
     engine = make(seed=9)
-    train(engine, 1)
+    losses_of(engine, 1)
     before = everything(engine)
     path, client = engine.load_checkpoint(folder, **arguments)
     after = everything(engine)
@@ -173,7 +181,7 @@ def test_not_strict_takes_what_fits(ranks: Any, tmp_path: Path, how: str) -> Non
 
 def save_without_frozen(folder: str) -> Any:
     engine = make("bf16")
-    train(engine, 1)
+    losses_of(engine, 1)
     engine.save_checkpoint(folder, "t", exclude_frozen_parameters=True)
     engine.save_16bit_model(folder, exclude_frozen_parameters=True)
     other = make("bf16", seed=3)
@@ -233,7 +241,7 @@ def save_16bit(folder: str, mode: str, name: str) -> Any:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ds_checkpoint").addHandler(handler)
     engine = make(mode)
-    train(engine, 1)
+    losses_of(engine, 1)
     assert engine.save_16bit_model(folder, name) is True
     return engine.module.state_dict(), messages
 

@@ -14,12 +14,14 @@ import safetensors.torch
 import torch
 from ds_checkpoint.offline import parse_size
 from ds_command_kit.app import make_app
+from ds_testing.truth import start
 from torch import nn
 from typer.testing import CliRunner
 
-import ds_core
 from ds_core import comm
 from ds_core.errors import CheckpointError
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 
 
 class Net(nn.Module):
@@ -36,14 +38,9 @@ class Net(nn.Module):
         return self.head(self.mid(self.emb(x))).float().square().mean()
 
 
-def train(folder: str, config: dict[str, Any], steps: int, tag: str) -> dict[str, torch.Tensor]:
-    """Save after `steps` steps; the masters (or fp32 weights) as lists."""
+def train_and_save(folder: str, config: dict[str, Any], steps: int, tag: str) -> None:
     torch.manual_seed(0)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    }
-    engine, *_ = ds_core.initialize(model=Net(), config=base | config)
+    engine = start(Net(), **{"clip": 1.0, "optimizer": ADAMW, **config})
     for step in range(steps):
         x = torch.randint(
             0, 50, (2, 4), generator=torch.Generator().manual_seed(step + comm.rank())
@@ -51,7 +48,6 @@ def train(folder: str, config: dict[str, Any], steps: int, tag: str) -> dict[str
         engine.backward(engine(x))
         engine.step()
     engine.save_checkpoint(folder, tag)
-    return {}
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -63,8 +59,8 @@ def dscore(*words: Any) -> Any:
 
 @pytest.fixture
 def folder(ranks: Any, tmp_path: Path) -> Path:
-    ranks(2, train, str(tmp_path / "runs"), BF16, 2, "a")
-    ranks(2, train, str(tmp_path / "runs"), BF16, 3, "b")
+    ranks(2, train_and_save, str(tmp_path / "runs"), BF16, 2, "a")
+    ranks(2, train_and_save, str(tmp_path / "runs"), BF16, 3, "b")
     return tmp_path / "runs"
 
 
@@ -162,7 +158,7 @@ def test_export_to_what_is_no_folder_for_weights(folder: Path, tmp_path: Path) -
 
 
 def test_fp32_weights_are_the_masters(ranks: Any, folder: Path, tmp_path: Path) -> None:
-    ranks(1, train, str(tmp_path / "plain"), {}, 0, "start")
+    ranks(1, train_and_save, str(tmp_path / "plain"), {}, 0, "start")
     state = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder, tag="a")
     assert set(state) == set(Net().state_dict())
     assert state["head.weight"] is state["emb.weight"]

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from checkpoint_runs import MODES, ZERO, everything, first_life, first_life_short, make, train
+from checkpoint_runs import MODES, ZERO, everything, first_life, first_life_short, losses_of, make
 from ds_run_state import RunState
 
 
@@ -25,11 +25,11 @@ def assert_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def second_life(folder: str, mode: str, steps: int = 5) -> Any:
     engine = make(mode, seed=99)
-    train(engine, 2)  # whatever was there before must not shine through
+    losses_of(engine, 2)  # whatever was there before must not shine through
     path, client = engine.load_checkpoint(folder)
     assert path == str(Path(folder) / "global_step3") and client == {"epoch": 1}
     del engine.batches
-    return train(engine, steps), everything(engine)
+    return losses_of(engine, steps), everything(engine)
 
 
 @pytest.mark.fast_cases("fp16-2", "fp16 stage 2-2", "fp16 stage 3-2")
@@ -47,10 +47,10 @@ def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: i
 def both_lives_at_step_0(folder: str) -> Any:
     engine = make()
     engine.save_checkpoint(folder)
-    before = train(engine, 2)
+    before = losses_of(engine, 2)
     engine.load_checkpoint(folder)
     del engine.batches
-    return before, train(engine, 2)
+    return before, losses_of(engine, 2)
 
 
 def test_going_back_to_before_the_first_step_in_the_same_engine(ranks: Any, tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_going_back_to_before_the_first_step_in_the_same_engine(ranks: Any, tmp_
 
 def memory_after_loading(folder: str, mode: str) -> Any:
     engine = make(mode)
-    train(engine, 1)
+    losses_of(engine, 1)
     engine.save_checkpoint(folder)
-    train(engine, 1)
+    losses_of(engine, 1)
     before = {s.name: s.tensor.data_ptr() for s in RunState(engine).states(engine.optimizer)}
     engine.load_checkpoint(folder)
     after = {s.name: s.tensor for s in RunState(engine).states(engine.optimizer)}
@@ -80,7 +80,7 @@ def test_states_are_read_into_the_memory_that_they_have(
 def states_now(folder: str | None, mode: str = "fp32") -> Any:
     engine = make(mode, seed=5)
     if folder is None:
-        train(engine, 3)
+        losses_of(engine, 3)
         return everything(engine)
     engine.load_checkpoint(folder)
     return everything(engine)

@@ -30,15 +30,15 @@ def through(value: Any, own: bool = False) -> Any:
     )
 
 
-def same(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+        return list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(alike, a, b))
     if isinstance(a, float):
         return (math.isnan(a) and math.isnan(b)) or (
             a == b and math.copysign(1, a) == math.copysign(1, b)
@@ -60,7 +60,7 @@ plain = st.recursive(
 @pytest.mark.slow
 @given(plain)
 def test_comes_back_as_it_was(value: Any) -> None:
-    assert same(through(value), value)
+    assert alike(through(value), value)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_comes_back_as_it_was(value: Any) -> None:
     [float("inf"), -float("inf"), float("nan"), -0.0, 5e-324, 2**4000, "\ud800", {"$t": {"$t": 1}}],
 )
 def test_odd_values(value: Any) -> None:
-    assert same(through(value), value)
+    assert alike(through(value), value)
 
 
 def test_tensors_and_ordered_dicts() -> None:

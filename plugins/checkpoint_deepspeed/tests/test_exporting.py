@@ -35,7 +35,7 @@ from ds_core.errors import CheckpointError
 HERE = Path(__file__).parent / "deepspeed"
 
 
-def same(first: Path, second: Path) -> list[str]:
+def differing(first: Path, second: Path) -> list[str]:
     with open_saved(first) as one, open_saved(second) as two:
         assert (
             one.manifest.shared == two.manifest.shared
@@ -69,7 +69,7 @@ def test_what_is_exported_is_imported_again(name: str, form: str, tmp_path: Path
     # a file of the whole model has no layers' files, so it names no pipeline
     if name != "parallel/pipe-1":
         import_checkpoint(tmp_path / "b", tmp_path / "c")
-        assert same(tmp_path / "a", tmp_path / "c") == []
+        assert differing(tmp_path / "a", tmp_path / "c") == []
     theirs = get_fp32_state_dict_from_zero_checkpoint(HERE / name)
     again = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "b")
     assert theirs.keys() == again.keys()
@@ -265,7 +265,7 @@ def test_weights_alone_are_exported(tmp_path: Path) -> None:
     export_deepspeed(tmp_path / "a", tmp_path / "z", stage=2, world_size=2)
     for folder in ("u", "z"):
         import_checkpoint(tmp_path / folder, tmp_path / f"back-{folder}", tag="t")
-        assert same(tmp_path / "a", tmp_path / f"back-{folder}") == []
+        assert differing(tmp_path / "a", tmp_path / f"back-{folder}") == []
 
 
 def test_files_that_other_programs_open(tmp_path: Path) -> None:

@@ -95,13 +95,15 @@ def test_a_flipped_bit_in_any_file_of_torch_is_found(tmp_path: Path) -> None:
     assert not (tmp_path / "to").exists()
 
 
-def plain(value: Any) -> Any:
+def without_classes(value: Any) -> Any:
     """Without instances of DeepSpeed's classes."""
     if isinstance(value, dict):
         return {
-            key: plain(item) for key, item in value.items() if not isinstance(item, folder_of.Data)
+            key: without_classes(item)
+            for key, item in value.items()
+            if not isinstance(item, folder_of.Data)
         }
-    return [plain(item) for item in value] if isinstance(value, list) else value
+    return [without_classes(item) for item in value] if isinstance(value, list) else value
 
 
 def test_values_of_another_kind_in_deepspeeds_files(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_values_of_another_kind_in_deepspeeds_files(tmp_path: Path) -> None:
     shutil.copytree(HERE / "fp32-3", tmp_path / "of")
     refused = 0
     for file in sorted((tmp_path / "of").rglob("zero_pp_rank_0*_states.pt")):
-        whole = plain(folder_of.load(HERE / "fp32-3" / file.relative_to(tmp_path / "of")))
+        whole = without_classes(folder_of.load(HERE / "fp32-3" / file.relative_to(tmp_path / "of")))
         inner = whole.get("optimizer_state_dict", whole)
         torch.save(whole, file)
         import_checkpoint(file.parent, tmp_path / "to")

@@ -123,7 +123,7 @@ def strangers() -> Iterator[Strangers]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start_script(folder: Path, *options: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SCRIPT)
     command = [
         sys.executable,
@@ -153,7 +153,7 @@ def until(folder: Path, process: subprocess.Popen[str], *names: str) -> None:
 def test_strangers_at_the_ports_of_a_run_on_one_machine(
     tmp_path: Path, strangers: Strangers
 ) -> None:
-    run = start(tmp_path, "--nproc", "2")
+    run = start_script(tmp_path, "--nproc", "2")
     try:
         until(tmp_path, run, "up0", "up1")
         while not (store := listening(run.pid)):
@@ -185,7 +185,7 @@ def test_strangers_while_machines_are_waited_for(tmp_path: Path, strangers: Stra
         "--rdzv_id",
         "strangers",
     )
-    first = start(tmp_path, *options, "--node_rank", "0")
+    first = start_script(tmp_path, *options, "--node_rank", "0")
     second = None
     try:
         while not (places := listening(first.pid)):
@@ -195,7 +195,7 @@ def test_strangers_while_machines_are_waited_for(tmp_path: Path, strangers: Stra
         strangers.come(places, MANY)
         (tmp_path / "meet").touch()
         (tmp_path / "train").touch()
-        second = start(tmp_path, *options, "--node_rank", "1")
+        second = start_script(tmp_path, *options, "--node_rank", "1")
         said = [run.communicate(timeout=90)[0] for run in (first, second)]
     finally:
         for run in (first, second):

@@ -24,7 +24,7 @@ from ds_core.comm import collectives
 from ds_core.comm.interceptor import reset
 
 
-def start(enabled: bool = True, patience: float | None = 0.4) -> None:
+def use_guard(enabled: bool = True, patience: float | None = 0.4) -> None:
     """What a run with this section does; collectives of ds-comm-gloo, unless others are in use."""
     if not collectives._makers:
         comm.use_providers({("cpu", "gloo"): GlooCollectives})
@@ -38,7 +38,7 @@ def everything(on: bool) -> list[Any]:
     size = dist.get_world_size()
     comm.use_providers({("cpu", "gloo"): GlooCollectives})
     if on:
-        start()
+        use_guard()
     torch.manual_seed(rank)
     out: list[Any] = []
     for numel in (0, 1, 7, 4096, 300_000, 2_500_000):
@@ -80,7 +80,7 @@ def test_results_are_the_same_with_the_guard_and_without(size: int) -> None:
 
 
 def disagree(how: str) -> None:
-    start()
+    use_guard()
     rank = dist.get_rank()
     n = 1000
     comm.all_reduce(torch.ones(3))
@@ -157,7 +157,7 @@ def test_ranks_that_disagree_are_ended_with_a_message(
 
 
 def slow(seconds: float) -> list[float]:
-    start()
+    use_guard()
     total = torch.ones(5)
     for step in range(2):
         if dist.get_rank() == 1 and step == 1:
@@ -173,7 +173,7 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 def slow_chain() -> float:
     """Rank 0 waits for 1, which waits for 2 on another group, which sleeps; then all go on."""
-    start()
+    use_guard()
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     total = torch.ones(1)
@@ -193,7 +193,7 @@ def test_a_chain_of_waits_that_ends_in_a_slow_rank_is_waited_for() -> None:
 
 def many(count: int) -> float:
     """Ranks that wait for each other all the time, each a little, are never stuck."""
-    start(patience=0.05)
+    use_guard(patience=0.05)
     total = torch.ones(10)
     for step in range(count):
         if step % 50 == dist.get_rank() * 10:
@@ -209,21 +209,21 @@ def test_many_short_waits_prove_nothing() -> None:
 def off_and_on() -> int:
     assert installed_guard() is None
     comm.label("nothing")  # off: does nothing
-    start(enabled=False)
+    use_guard(enabled=False)
     assert installed_guard() is None
     comm.all_reduce(torch.ones(1))
-    start()
+    use_guard()
     first = installed_guard()
     comm.all_reduce(torch.ones(1))
-    start()
+    use_guard()
     assert installed_guard() is first  # on stays on
     comm.all_reduce(torch.ones(1))
-    start(enabled=False)
+    use_guard(enabled=False)
     assert installed_guard() is first  # another engine's config does not switch it off
     reset()
     assert installed_guard() is None
     comm.all_reduce(torch.ones(1))
-    start()
+    use_guard()
     assert installed_guard() is not first
     comm.all_reduce(torch.ones(1))
     return 1
@@ -234,7 +234,7 @@ def test_it_can_be_switched_off_and_on() -> None:
 
 
 def test_one_rank_needs_no_guard() -> None:
-    start()
+    use_guard()
     assert installed_guard() is None
 
 

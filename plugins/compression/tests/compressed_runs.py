@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from ds_testing.truth import start, train
 from torch import Tensor, nn
 
 BATCH = 8
@@ -59,7 +60,7 @@ def config(section: Mapping[str, Any], gas: int = 1, **more: Any) -> dict[str, A
 Result = tuple[list[float], dict[str, Tensor]]
 
 
-def train(
+def trained(
     section: Mapping[str, Any],
     gas: int = 1,
     more: Mapping[str, Any] | None = None,
@@ -75,30 +76,16 @@ def train(
     """
     from ds_access import safe_get_full_fp32_param
 
-    import ds_core
-    from ds_core import comm
-
-    world = comm.world_size() if comm.is_initialized() else 1
-    engine, *_ = ds_core.initialize(
-        model=net(dtype=dtype), config=config(section, gas, **(more or {}))
-    )
+    engine = start(net(dtype=dtype), **config(section, gas, **(more or {})))
     if load is not None:
         engine.load_checkpoint(load)
-    losses = []
-    rank = comm.rank() if comm.is_initialized() else 0
-    for step in range(first, steps):
-        parts = batch(step, inputs or dtype).chunk(gas * world)
-        total = 0.0
-        for micro in range(gas):
-            x = parts[micro * world + rank]
-            loss = loss_of(engine(x), x)
-            engine.backward(loss)
-            engine.step()
-            total += float(loss.detach())
-        whole = torch.tensor(total / gas, dtype=torch.float64)
-        if world > 1:
-            comm.all_reduce(whole)
-        losses.append(float(whole) / world)
+    parts = gas * engine.ctx.mesh.size("dp")
+    losses = train(
+        engine,
+        lambda step, index: batch(step, inputs or dtype).chunk(parts)[index],
+        range(first, steps),
+        loss=lambda model, x: loss_of(model(x), x),
+    )
     if save is not None:
         engine.save_checkpoint(save)
     weights = {}

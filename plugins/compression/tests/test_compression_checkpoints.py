@@ -16,7 +16,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compressed_runs import STEPS, Result, batch, config, loss_of, net, off, train  # noqa: E402
+from compressed_runs import STEPS, Result, batch, config, loss_of, net, off, trained  # noqa: E402
 from test_compression_numbers import BODY, CASES, technique  # noqa: E402
 
 STAGE = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)}
@@ -45,15 +45,15 @@ ALL = {
 
 
 def saved(folder: str, half: int, gas: int, stage: int) -> Result:
-    return train(ALL, gas, STAGE[stage], steps=half, save=folder)
+    return trained(ALL, gas, STAGE[stage], steps=half, save=folder)
 
 
 def resumed(folder: str, half: int, gas: int, stage: int) -> Result:
-    return train(ALL, gas, STAGE[stage], first=half, load=folder)
+    return trained(ALL, gas, STAGE[stage], first=half, load=folder)
 
 
 def whole(section: Any, gas: int, stage: int) -> Result:
-    return train(section, gas, STAGE[stage])
+    return trained(section, gas, STAGE[stage])
 
 
 def check(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compressed_runs import BATCH, HIDDEN, STEPS, Result, batch, loss_of, net, off, train  # noqa: E402
+from compressed_runs import BATCH, HIDDEN, STEPS, Result, batch, loss_of, net, off, trained  # noqa: E402
 
 Section = dict[str, Any]
 
@@ -377,7 +377,7 @@ def one(name: str) -> Any:
     section, reference = CASES[name]
     truth = reference()
     plain = Reference()()
-    return off(train(section), truth), off(truth, plain)
+    return off(trained(section), truth), off(truth, plain)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -389,7 +389,7 @@ def test_one_process(name: str, clean_ds: None) -> None:
 
 def many(names: list[str], gas: int, more: Section) -> list[float]:
     """Ranks against the reference, with micro-batches and sharding."""
-    return [off(train(CASES[name][0], gas, more), CASES[name][1]()) for name in names]
+    return [off(trained(CASES[name][0], gas, more), CASES[name][1]()) for name in names]
 
 
 def worst(ranks: Any, world: int, names: list[str], gas: int, more: Section) -> float:

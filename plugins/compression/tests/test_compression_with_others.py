@@ -21,7 +21,7 @@ from ds_core.errors import ConfigError
 from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, off, train  # noqa: E402
+from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, off, trained  # noqa: E402
 from test_compression_numbers import BODY, CASES, symmetric, technique, through  # noqa: E402
 
 STAGE = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)}
@@ -73,7 +73,7 @@ def in_bf16() -> tuple[list[float], dict[str, Tensor]]:
 
 
 def bf16_runs(section: Any, gas: int, stage: int) -> Any:
-    return train(
+    return trained(
         section,
         gas,
         {"bf16": {"enabled": True}, **STAGE[stage]},
@@ -87,7 +87,7 @@ def test_bf16_is_a_master_in_fp32_and_quantised_16_bit_weights(clean_ds: None) -
     for stage in (0, 3):
         found = bf16_runs(BITS, 1, stage)
         assert off(found, truth) < 1e-2  # x + (q - x) is rounded in the reference
-    assert off(train(BITS), truth) > 0  # the comparison can fail
+    assert off(trained(BITS), truth) > 0  # the comparison can fail
 
 
 def test_bf16_on_two_ranks(ranks: Any) -> None:
@@ -203,7 +203,7 @@ def test_zero_init(ranks: Any) -> None:
 
 def recomputed(section: Any) -> Any:
     more = {"activation_checkpointing": {"modules": ["up", "down"]}, **STAGE[3]}
-    return train(section, 1, more)
+    return trained(section, 1, more)
 
 
 def test_recomputation(ranks: Any) -> None:
@@ -211,7 +211,7 @@ def test_recomputation(ranks: Any) -> None:
         "weight_quantization", {"rounding": "stochastic"}, {"start_bits": 4, "target_bits": 4}, BODY
     )
     section = noisy | CASES["row topk"][0] | CASES["inputs, static"][0]
-    (truth,) = ranks(1, train, section)
+    (truth,) = ranks(1, trained, section)
     for found in ranks(2, recomputed, section):
         assert off(found, truth) < 1e-6
 

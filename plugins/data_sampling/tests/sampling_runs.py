@@ -79,7 +79,7 @@ Run = tuple[list[float], dict[str, Tensor]]
 """The loss of each step, and the weights after them where this rank has them whole."""
 
 
-def train(
+def sampled_run(
     settings: Mapping[str, Any],
     steps: int,
     *,

@@ -14,6 +14,7 @@ from ds_data_sampling.batching.order import make_order
 from ds_data_sampling.config import DataEfficiency
 from ds_data_sampling.curricula.seqlen import truncate
 from ds_testing.pytest_plugin import Ranks
+from ds_testing.truth import start
 from torch import Tensor, nn
 
 import ds_core
@@ -130,7 +131,7 @@ def difficulties(engine: Any) -> dict[str, float]:
     return {name: value for name, value in told.items() if name.startswith("Train/Curriculum/")}
 
 
-def train(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
+def losses_and_samples(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
     """Mean losses and samples of `count` steps, over all ranks."""
     gas = engine.gradient_accumulation_steps()
     world = comm.world_size()
@@ -154,10 +155,8 @@ def train(engine: Any, count: int) -> tuple[list[float], list[list[int]]]:
     return losses, taken
 
 
-def start(folder: Path, more: dict[str, Any]) -> Any:
-    engine, *_ = ds_core.initialize(
-        model=Net(), config=config(folder, **more), training_data=Data()
-    )
+def engine_of(folder: Path, more: dict[str, Any]) -> Any:
+    engine = start(Net(), training_data=Data(), **config(folder, **more))
     engine.set_data_post_process_func(shorten)
     return engine
 
@@ -169,10 +168,10 @@ def weights(engine: Any) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def compare(folder: Path, more: dict[str, Any]) -> None:
+def check(folder: Path, more: dict[str, Any]) -> None:
     losses, taken, state = plainly(folder)
-    engine = start(folder, more)
-    found, seen = train(engine, STEPS)
+    engine = engine_of(folder, more)
+    found, seen = losses_and_samples(engine, STEPS)
     assert difficulties(engine) == {"Train/Curriculum/easy": 100.0, "Train/Curriculum/short": 12.0}
     assert seen == [sorted(step) for step in taken]
     assert found == pytest.approx(losses, rel=2e-5)
@@ -183,7 +182,7 @@ def compare(folder: Path, more: dict[str, Any]) -> None:
 
 def stages(folder: Path, which: list[int]) -> None:
     for stage in which:
-        compare(folder, {"zero_optimization": {"stage": stage}})
+        check(folder, {"zero_optimization": {"stage": stage}})
 
 
 def test_one_process_trains_as_plain_torch(folder: Path) -> None:
@@ -200,17 +199,17 @@ def test_four_ranks_train_as_plain_torch(folder: Path, ranks: Ranks) -> None:
 
 
 def begin(folder: Path) -> tuple[list[float], list[list[int]]]:
-    engine = start(folder, {"zero_optimization": {"stage": 2}})
-    found = train(engine, 5)
+    engine = engine_of(folder, {"zero_optimization": {"stage": 2}})
+    found = losses_and_samples(engine, 5)
     engine.save_checkpoint(str(folder / "saved"))
     engine.destroy()
     return found
 
 
 def go_on(folder: Path) -> tuple[list[float], list[list[int]]]:
-    engine = start(folder, {"zero_optimization": {"stage": 1}})
+    engine = engine_of(folder, {"zero_optimization": {"stage": 1}})
     engine.load_checkpoint(str(folder / "saved"))
-    found = train(engine, STEPS - 5)
+    found = losses_and_samples(engine, STEPS - 5)
     engine.destroy()
     return found
 
@@ -227,8 +226,8 @@ def test_it_goes_on_at_another_world_size(
 
 
 def bf16(folder: Path) -> tuple[list[float], list[list[int]]]:
-    engine = start(folder, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
-    found = train(engine, STEPS)
+    engine = engine_of(folder, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    found = losses_and_samples(engine, STEPS)
     engine.destroy()
     return found
 

@@ -20,7 +20,7 @@ from sampling_runs import (
     by_hand,
     config,
     filled,
-    train,
+    sampled_run,
 )
 
 import ds_core
@@ -49,7 +49,7 @@ def test_batches_by_tokens_equal_training_by_hand(method: str) -> None:
     """
     dynamic = {**TOKENS["dynamic_batching"], "lr_scaling_method": method}  # type: ignore[dict-item]
     close(
-        train(config(MICROS, 1, {**TOKENS, "dynamic_batching": dynamic}), 5),
+        sampled_run(config(MICROS, 1, {**TOKENS, "dynamic_batching": dynamic}), 5),
         plain_by_tokens(5, method),
     )
 
@@ -63,13 +63,13 @@ def test_batches_by_tokens_on_several_ranks(ranks: Any, world: int, stage: int) 
     more = {"zero_optimization": {"stage": stage}} if stage else {}
     settings = config(MICROS, world, TOKENS, **more)
     wanted = plain_by_tokens(4)
-    for run in ranks(world, train, settings, 4):
+    for run in ranks(world, sampled_run, settings, 4):
         close(run if stage < 3 else (run[0], {}), wanted)
 
 
 def test_batches_by_tokens_in_bf16(ranks: Any) -> None:
     wanted = plain_by_tokens(4)
-    for run in ranks(2, train, config(MICROS, 2, TOKENS, bf16={"enabled": True}), 4):
+    for run in ranks(2, sampled_run, config(MICROS, 2, TOKENS, bf16={"enabled": True}), 4):
         close(run, wanted, 0.03)
 
 
@@ -125,7 +125,7 @@ def _leg(
     settings: dict[str, Any], steps: int, save: str | None, load: str | None, kind: str
 ) -> Run:
     data: Any = {"samples": OfOneLength(), "mixed": {"a": Sentences(), "b": Sentences()}}.get(kind)
-    return train(settings, steps, save=save, load=load, data=data)
+    return sampled_run(settings, steps, save=save, load=load, data=data)
 
 
 def test_packed_rows_equal_training_by_hand() -> None:

@@ -10,16 +10,17 @@ import pytest
 import torch
 from ds_data_sampling.curricula.seqlen import truncate
 from ds_testing.pytest_plugin import Ranks
+from ds_testing.truth import plain, same, start, train, whole_weights
 from torch import Tensor, nn
 
 import ds_core
-from ds_core import comm
 from ds_core.errors import UsageError
 
 VOCABULARY = 11
 LENGTH = 16
 BATCH = 4
 STEPS = 5
+ADAMW = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}
 SECTION: dict[str, Any] = {
     "enabled": True,
     "min_difficulty": 4,
@@ -64,88 +65,67 @@ def model(kind: type[Plain]) -> Plain:
     return kind()
 
 
-def plainly() -> tuple[list[float], dict[str, Tensor]]:
-    """Plain torch in one process."""
+def alone() -> tuple[list[float], Plain]:
+    """Plain torch in one process: losses, and the network."""
     net = model(Plain)
-    losses = []
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
-    for step, length in enumerate(EXPECTED):
-        ids, labels = samples(step)
-        loss = net(ids[:, :length], labels[:, :length])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: p.detach().clone() for name, p in net.state_dict().items()}
+
+    def batch(step: int, _: int) -> tuple[Tensor, ...]:
+        return tuple(x[:, : EXPECTED[step]] for x in samples(step))
+
+    return plain(net, batch, STEPS, optimizer=ADAMW), net
 
 
 def config(**more: Any) -> dict[str, Any]:
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+        "optimizer": ADAMW,
         "gradient_clipping": 0.0,
         "curriculum_learning": SECTION,
         **more,
     }
 
 
-def train(
+def trained(
     kind: type[Plain], more: dict[str, Any]
 ) -> tuple[list[float], list[int], dict[str, Tensor]]:
     """Losses of steps, lengths that the model saw, and the weights at the end."""
     net = model(kind)
-    engine, *_ = ds_core.initialize(model=net, config=config(**more))
+    engine = start(net, **config(**more))
     gas = engine.gradient_accumulation_steps()
-    world = comm.world_size()
-    rank = comm.rank()
-    losses = []
     told = []
-    for step in range(STEPS):
-        total = torch.zeros(())
-        ids, labels = samples(step)
-        told.append(engine.curriculum_seqlen())
-        for micro in range(gas):
-            place = micro * world + rank
-            loss = engine(ids[place : place + 1], labels=labels[place : place + 1])
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().float() / gas
-        comm.all_reduce(total)
-        losses.append(total.item() / world)
-    assert told == EXPECTED
+
+    def batch(step: int, index: int) -> list[Tensor]:
+        told.append(engine.curriculum_seqlen())  # type: ignore[attr-defined]
+        return [x[index : index + 1] for x in samples(step)]
+
+    losses = train(engine, batch, STEPS, loss=lambda model, x: model(x[0], labels=x[1]))
+    assert told[::gas] == EXPECTED
     engine.eval()
     with torch.no_grad():
         engine(*samples(0))
     assert net.lengths.pop() == LENGTH  # evaluation is not cut
-    if world == 1:
-        state = {name: p.detach().clone() for name, p in engine.module.state_dict().items()}
-    else:
-        from ds_zero import GatheredParameters
-
-        with GatheredParameters(list(engine.module.parameters())):
-            state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    state = whole_weights(engine)
     engine.destroy()
     return losses, net.lengths[::gas], state
 
 
-def compare(kind: type[Plain], more: dict[str, Any]) -> None:
-    losses, weights = plainly()
-    found, lengths, state = train(kind, more)
+def check(kind: type[Plain], more: dict[str, Any]) -> None:
+    losses, net = alone()
+    found, lengths, state = trained(kind, more)
     assert lengths == EXPECTED
     assert found == pytest.approx(losses, rel=1e-5)
-    for name, value in weights.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    same(state, net, 1e-4, 1e-5)
 
 
 def stages(kind: str) -> None:
     for stage in (0, 1, 2, 3):
-        compare(Told if kind == "told" else Plain, {"zero_optimization": {"stage": stage}})
+        check(Told if kind == "told" else Plain, {"zero_optimization": {"stage": stage}})
 
 
 @pytest.mark.parametrize("kind", [Plain, Told])
 def test_one_process_trains_as_plain_torch(kind: type[Plain]) -> None:
-    compare(kind, {})
+    check(kind, {})
 
 
 @pytest.mark.parametrize("kind", ["cut", "told"])
@@ -159,7 +139,7 @@ def test_four_ranks_train_as_plain_torch(ranks: Ranks) -> None:
 
 
 def bf16() -> list[float]:
-    return train(Plain, {"bf16": {"enabled": True}})[0]
+    return trained(Plain, {"bf16": {"enabled": True}})[0]
 
 
 @pytest.mark.slow
@@ -304,6 +284,6 @@ def pipelines() -> list[float]:
 
 
 def test_pipelines(ranks: Ranks) -> None:
-    losses, _ = plainly()
+    losses, _ = alone()
     for found in ranks(2, pipelines):
         assert found == pytest.approx(losses, rel=1e-5)

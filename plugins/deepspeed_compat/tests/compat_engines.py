@@ -14,7 +14,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def start(model: nn.Module | None = None, **config: Any) -> Any:
+def compat_engine(model: nn.Module | None = None, **config: Any) -> Any:
     given = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}} | config
     return initialize(model=model or net(), config=given)[0]
 

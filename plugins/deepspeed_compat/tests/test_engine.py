@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from compat_engines import net, start
+from compat_engines import compat_engine, net
 from ds_deepspeed_compat.configs.release_config import as_released
 from ds_deepspeed_compat.engines.engine import DeepSpeedEngine, initialize
 from torch import nn
@@ -23,7 +23,7 @@ from ds_core.errors import ConfigError
 
 
 def test_the_engine_is_a_module_with_one_child() -> None:
-    engine = start()
+    engine = compat_engine()
     assert isinstance(engine, nn.Module)
     assert isinstance(engine.core, ds_core.Engine)
     assert type(engine) is DeepSpeedEngine
@@ -49,7 +49,7 @@ def test_the_engine_is_a_module_with_one_child() -> None:
 
 
 def test_the_throughput_of_the_engines_steps() -> None:
-    engine = start(gradient_accumulation_steps=2, train_batch_size=8)
+    engine = compat_engine(gradient_accumulation_steps=2, train_batch_size=8)
     for _ in range(4):
         engine.backward(engine(torch.ones(4, 4)).sum())
         engine.step()
@@ -61,14 +61,14 @@ def test_the_throughput_of_the_engines_steps() -> None:
 
 
 def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    start(cuda_visible_devices="0,1").destroy()
+    compat_engine(cuda_visible_devices="0,1").destroy()
     assert "config: cuda_visible_devices: no such keys, and like none; passed over" in caplog.text
     for name, fix in (
         ("gradient_cliping", "did you mean 'gradient_clipping'"),
         ("loss_scale_window", "belongs at"),
     ):
         with pytest.raises(ConfigError, match=fix):
-            start(**{name: 1})
+            compat_engine(**{name: 1})
     with pytest.raises(ConfigError, match="cuda_visible_devices"):
         ds_core.initialize(model=net(), config={"train_batch_size": 4, "cuda_visible_devices": "0"})
 
@@ -88,7 +88,7 @@ def test_only_models_that_init_compression_had_are_compressed() -> None:
     }
     section = {"layer_reduction": reduction, "weight_quantization": bits}
     model = net()
-    engine = start(model, compression_training=section)
+    engine = compat_engine(model, compression_training=section)
     assert type(model[0]) is nn.Linear
     assert torch.equal(engine(torch.ones(4, 4)), net()(torch.ones(4, 4)))
     engine.destroy()
@@ -136,7 +136,7 @@ def test_batches_of_divided_layers_are_counted_as_the_release_counts(
 
 
 def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
-    engine = start()
+    engine = compat_engine()
     loss = engine(torch.ones(4, 4)).square().mean()
     engine.backward(loss, True)
     engine.backward(loss, False, False)  # the graph is still there
@@ -151,7 +151,7 @@ def test_backward_takes_its_arguments_in_the_order_of_the_release() -> None:
 def test_functions_that_take_an_engine_take_this_one() -> None:
     from ds_zero import empty_partition_cache, get_state_devices, unwrap_model_for_generation
 
-    engine = start(zero_optimization={"stage": 3})
+    engine = compat_engine(zero_optimization={"stage": 3})
     for one in (engine, engine.core, engine.module):
         assert get_state_devices(one, "lp_params") == {torch.device("cpu")}
     empty_partition_cache(engine)
@@ -181,7 +181,7 @@ def test_it_trains_as_ds_cores_engine_does() -> None:
 
 
 def test_getters_read_the_config() -> None:
-    engine = start(
+    engine = compat_engine(
         bf16={"enabled": True},
         gradient_clipping=0.5,
         zero_optimization={
@@ -203,7 +203,7 @@ def test_getters_read_the_config() -> None:
     assert engine._config is engine._config
     assert engine.scheduler_params() == {"warmup_num_steps": 5}
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
-    plain = start()
+    plain = compat_engine()
     assert (plain.zero_optimization_stage(), plain.zero_optimization_partition_weights()) == (
         0,
         False,
@@ -223,7 +223,7 @@ def test_getters_read_the_config() -> None:
 
 
 def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(
+    engine = compat_engine(
         zero_optimization={
             "stage": 3,
             "reduce_bucket_size": "auto",
@@ -235,16 +235,16 @@ def test_what_front_ends_leave_in_a_config(caplog: pytest.LogCaptureFixture) -> 
         'zero_optimization.reduce_bucket_size: "auto" was not filled in; the default is taken'
         in caplog.text
     )
-    start(**{"zero_optimization.reduce_bucket_size": 5.5})
+    compat_engine(**{"zero_optimization.reduce_bucket_size": 5.5})
     assert "zero_optimization.reduce_bucket_size: no such keys" in caplog.text
     with pytest.raises(ConfigError, match="optimizer.params.lr"):
-        start(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+        compat_engine(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
 def test_gradients_are_clipped_as_the_config_says_or_at_1(tmp_path: Path) -> None:
-    assert start(gradient_clipping=0.5).gradient_clipping() == 0.5
-    assert start(fp16={"enabled": True, "clip": 0.5}).gradient_clipping() == 0.5
-    assert start().gradient_clipping() == 1.0
+    assert compat_engine(gradient_clipping=0.5).gradient_clipping() == 0.5
+    assert compat_engine(fp16={"enabled": True, "clip": 0.5}).gradient_clipping() == 0.5
+    assert compat_engine().gradient_clipping() == 1.0
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 4, "optimizer": {"type": "AdamW"}}')
     for args in (
@@ -261,7 +261,7 @@ def test_gradients_are_clipped_as_the_config_says_or_at_1(tmp_path: Path) -> Non
 
 def test_torchs_adamw_has_torchs_weight_decay() -> None:
     def decay(kind: str, **params: Any) -> float:
-        made = start(optimizer={"type": kind, "params": {"lr": 0.1, **params}})
+        made = compat_engine(optimizer={"type": kind, "params": {"lr": 0.1, **params}})
         return made.optimizer.param_groups[0]["weight_decay"]  # type: ignore[no-any-return]
 
     assert decay("AdamW", torch_adam=True) == decay("Adam", torch_adam=True) == 0.01
@@ -274,8 +274,8 @@ def test_the_flops_profiler_turns_the_wall_clock_breakdown_on(
 ) -> None:
     from ds_flops_profiler import FlopsProfiler
 
-    assert not start().wall_clock_breakdown()
-    engine = start(flops_profiler={"enabled": True, "profile_step": 5})
+    assert not compat_engine().wall_clock_breakdown()
+    engine = compat_engine(flops_profiler={"enabled": True, "profile_step": 5})
     assert engine.wall_clock_breakdown() and engine.flops_profiler_enabled()
     profiler = FlopsProfiler(engine, engine)
     profiler.start_profile()
@@ -287,7 +287,7 @@ def test_the_flops_profiler_turns_the_wall_clock_breakdown_on(
 
 
 def test_what_a_checkpoint_was(tmp_path: Path) -> None:
-    engine = start()
+    engine = compat_engine()
     engine.save_checkpoint(str(tmp_path), client_state={"a": 1})
     assert engine.loaded_checkpoint_tag is None
     assert engine.load_checkpoint(str(tmp_path))[1] == {"a": 1}
@@ -297,7 +297,7 @@ def test_what_a_checkpoint_was(tmp_path: Path) -> None:
 
 
 def test_weights_of_the_module() -> None:
-    engine = start()
+    engine = compat_engine()
     engine.module[0].weight.requires_grad_(False)
     assert "0.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
     new = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}

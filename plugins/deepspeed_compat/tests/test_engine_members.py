@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch
-from compat_engines import FP16, net, start
+from compat_engines import FP16, compat_engine, net
 from ds_access import safe_get_full_grad
 from ds_deepspeed_compat.engines import optimizer
 from ds_deepspeed_compat.engines.engine import DeepSpeedEngine, PipelineEngine, initialize
@@ -108,7 +108,9 @@ def test_groups_and_what_lists_hooks() -> None:
 
 def test_gradients_on_the_host_and_leaf_modules() -> None:
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    engine = start(zero_optimization=offload, train_batch_size=8, train_micro_batch_size_per_gpu=4)
+    engine = compat_engine(
+        zero_optimization=offload, train_batch_size=8, train_micro_batch_size_per_gpu=4
+    )
     weight = engine.module[2].weight
     for _ in range(2):
         loss = engine(torch.ones(4, 4)).square().mean()
@@ -123,12 +125,12 @@ def test_gradients_on_the_host_and_leaf_modules() -> None:
     engine.optimizer.zero_grad()
     assert (
         engine.optimizer.accumulated_grads_in_cpu
-        == start(zero_optimization={"stage": 1}).optimizer.accumulated_grads_in_cpu
+        == compat_engine(zero_optimization={"stage": 1}).optimizer.accumulated_grads_in_cpu
         == {}
     )
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
     set_z3_leaf_module(model[0], True)
-    engine = start(model, zero_optimization={"stage": 3})
+    engine = compat_engine(model, zero_optimization={"stage": 3})
     assert engine.optimizer.leaf_parameters == {model[0]: list(model[0].parameters())}
 
 
@@ -136,7 +138,7 @@ def test_a_pipelines_engine() -> None:
     module = PipelineModule(
         [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 1)], num_stages=1, loss_fn=nn.MSELoss()
     )
-    engine = start(module, train_batch_size=2, train_micro_batch_size_per_gpu=1)
+    engine = compat_engine(module, train_batch_size=2, train_micro_batch_size_per_gpu=1)
     assert isinstance(engine, PipelineEngine)
     assert isinstance(engine, DeepSpeedEngine)
     assert (engine.num_stages, engine.stage_id, engine.micro_batches) == (1, 0, 2)
@@ -153,15 +155,15 @@ def test_a_pipelines_engine() -> None:
     )
     assert engine.grid is engine.mpu is module.mpu()
     assert engine.grid.is_first_stage is engine.grid.is_last_stage is True
-    assert not isinstance(start(), PipelineEngine)
+    assert not isinstance(compat_engine(), PipelineEngine)
     batch = torch.ones(1, 4), torch.ones(1, 1)
     assert engine.train_batch(iter([batch, batch])).item() > 0
 
 
 def test_members_are_there_as_the_table_says() -> None:
     layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 1)]
-    pipeline = start(PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss()))
-    plain = start(zero_optimization={"stage": 3})
+    pipeline = compat_engine(PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss()))
+    plain = compat_engine(zero_optimization={"stage": 3})
     objects = {
         "deepspeed.DeepSpeedEngine": plain,
         "deepspeed.PipelineEngine": pipeline,
@@ -179,7 +181,7 @@ def test_members_are_there_as_the_table_says() -> None:
 
 
 def consolidated() -> tuple[Any, list[float]]:
-    engine = start(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    engine = compat_engine(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
     rank = ds_core.comm.rank()
     state = engine._zero3_consolidated_16bit_state_dict()
     assert (state is None) == (rank != 0)

@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from ds_testing.truth import start
 from torch import nn
 
-import ds_core
 from ds_core.engine import DistributedLoader
 
 
-def start(net: nn.Module | None = None, **config: Any) -> Any:
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}},
-    } | config
-    return ds_core.initialize(model=net or nn.Linear(4, 1), config=config, collate_fn=torch.stack)[
-        0
-    ]
+def engine_of(net: nn.Module | None = None, **config: Any) -> Any:
+    sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+    sections = {"train_batch_size": 4, **config}
+    return start(net or nn.Linear(4, 1), optimizer=sgd, collate_fn=torch.stack, **sections)
 
 
 def test_what_they_answer() -> None:
-    engine = start(gradient_accumulation_steps=2)
+    engine = engine_of(gradient_accumulation_steps=2)
     assert engine.get_batch_info() == (4, 2, 2)
     assert engine.get_mom() == [0.5]
     assert engine.get_type() == [None]
@@ -42,7 +38,7 @@ def test_a_loader_is_read_again_and_again() -> None:
             return super().forward(x).square().mean()
 
     torch.manual_seed(0)
-    engine = start(Loss(4, 1), train_batch_size=1)
+    engine = engine_of(Loss(4, 1), train_batch_size=1)
     engine.set_dataloader([(torch.ones(1, 4),)])
     losses = [engine.train_batch().item() for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
@@ -51,12 +47,12 @@ def test_a_loader_is_read_again_and_again() -> None:
 def test_the_modules_own_names_come_first() -> None:
     net: Any = nn.Linear(4, 1)
     net.get_batch_info = lambda: "the model's"
-    assert start(net).get_batch_info() == "the model's"
+    assert engine_of(net).get_batch_info() == "the model's"
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
-    engine = start()
+    engine = engine_of()
     with pytest.raises(
         AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"
     ):

@@ -11,7 +11,7 @@ from ds_deepspeed_compat.engines.engine import initialize
 from ds_testing import run_ranks
 
 
-def train() -> list[Any]:
+def losses_and_places() -> list[Any]:
     from ds_sequence_parallel.deepspeed_names import (
         UlyssesSPAttentionHF,
         UlyssesSPDataLoaderAdapter,
@@ -72,7 +72,7 @@ def train() -> list[Any]:
 
 
 def test_it_runs_and_learns() -> None:
-    (losses, places), other = run_ranks(2, train)
+    (losses, places), other = run_ranks(2, losses_and_places)
     assert [losses, places] == other  # all ranks of a sequence see one loss
     assert places == [2, 1, 1]
     assert losses[-1] < losses[1] - 0.1

@@ -52,7 +52,7 @@ class Net(nn.Module):
         return loss
 
 
-def train(
+def run_until(
     until: int,
     autosave: dict[str, Any] | None,
     told: int | None = None,
@@ -100,10 +100,11 @@ def train(
 def test_a_run_that_is_told_to_stop_goes_on_at_other_sizes(
     ranks: Any, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    (whole,) = ranks(1, train, 12, None)
+    (whole,) = ranks(1, run_until, 12, None)
     autosave = {"folder": str(tmp_path / "run")}
     parts = [
-        ranks(size, train, 12, autosave, told, config) for size, told in ((3, 4), (2, 8), (4, None))
+        ranks(size, run_until, 12, autosave, told, config)
+        for size, told in ((3, 4), (2, 8), (4, None))
     ]
     assert [{r["code"] for r in rows} for rows in parts] == [{PREEMPTED}, {PREEMPTED}, {0}]
     assert [rows[0]["step"] for rows in parts] == [5, 9, 12]
@@ -127,11 +128,11 @@ def test_checkpoints_come_by_themselves_and_a_damaged_one_is_passed_over(
     ranks: Any, tmp_path: Path
 ) -> None:
     autosave = {"folder": str(tmp_path), "every": 3, "on_sigterm": False}
-    ranks(1, train, 7, autosave)
+    ranks(1, run_until, 7, autosave)
     assert sorted(p.name for p in tmp_path.glob("global_step*")) == ["global_step3", "global_step6"]
     damaged = next((tmp_path / "global_step6").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    (again,) = ranks(1, train, 8, autosave)
+    (again,) = ranks(1, run_until, 8, autosave)
     assert again["path"] == str(tmp_path / "global_step3")
     assert [step for step, _ in again["losses"]] == [3, 4, 5, 6, 7]
 
@@ -185,7 +186,7 @@ def test_outside_the_main_thread_sigterm_is_left_alone(
 ) -> None:
     ended: list[Any] = []
     config = {"autosave": {"folder": str(tmp_path)}}
-    thread = threading.Thread(target=lambda: ended.append(train(2, None, None, config)))
+    thread = threading.Thread(target=lambda: ended.append(run_until(2, None, None, config)))
     thread.start()
     thread.join()
     assert ended[0]["step"] == 2

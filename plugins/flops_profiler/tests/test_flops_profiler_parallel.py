@@ -19,21 +19,20 @@ import ds_core
 sys.path.insert(0, str(Path(__file__).parents[2] / "moe" / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ds_testing.truth import start
 from profiled import Net, lines
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-def start(model: nn.Module, file: str, **config: Any) -> Any:
+def profiled(model: nn.Module, file: str, **config: Any) -> Any:
     section = {"enabled": True, "output_file": file}
-    return ds_core.initialize(
-        model=model, config={"optimizer": SGD, "flops_profiler": section, **config}
-    )[0]
+    return start(model, optimizer=SGD, flops_profiler=section, **config)
 
 
 def at_stage_3(file: str) -> bool:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    engine = start(
+    engine = profiled(
         Net(),
         file,
         train_micro_batch_size_per_gpu=2,
@@ -68,7 +67,7 @@ def in_two_stages(file: str, schedule: str) -> None:
     layers = [nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)]
     model = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    engine = start(model, file, pipeline={"stages": 2, "schedule": schedule}, **batch)
+    engine = profiled(model, file, pipeline={"stages": 2, "schedule": schedule}, **batch)
     for _ in range(2):
         engine.train_batch(iter([(torch.ones(2, 8), torch.zeros(2, 4))] * 3))
 
@@ -118,7 +117,7 @@ class MoENet(nn.Module):
 
 
 def with_experts(file: str) -> None:
-    engine = start(MoENet(), file, train_micro_batch_size_per_gpu=6)
+    engine = profiled(MoENet(), file, train_micro_batch_size_per_gpu=6)
     # five tokens for the first expert, on both ranks
     x = F.one_hot(torch.tensor([0, 0, 0, 0, 0, 1]), 8).float()
     for _ in range(2):

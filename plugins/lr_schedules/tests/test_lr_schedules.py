@@ -39,7 +39,7 @@ def settings(optimizer: torch.optim.Optimizer) -> list[tuple[float, Any]]:
     return [(group["lr"], group.get("betas")) for group in optimizer.param_groups]
 
 
-def train(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int) -> list[Any]:
+def trace_of(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int) -> list[Any]:
     trace = []
     for _ in range(steps):
         for group in optimizer.param_groups:
@@ -267,7 +267,7 @@ def test_second_half_defaults_to_the_first() -> None:
     arguments = {"cycle_first_step_size": 6, "cycle_first_stair_count": 3}
     one = OneCycle(given, 0, 1, cycle_second_step_size=6, cycle_second_stair_count=3, **arguments)  # type: ignore[arg-type]
     two = OneCycle(default, 0, 1, **arguments)  # type: ignore[arg-type]
-    assert train(given, one, 14) == train(default, two, 14)
+    assert trace_of(given, one, 14) == trace_of(default, two, 14)
 
 
 def test_stairs_differ_between_the_halves() -> None:
@@ -280,7 +280,16 @@ def test_stairs_differ_between_the_halves() -> None:
         cycle_first_stair_count=4,
         cycle_second_stair_count=1,
     )
-    assert [row[0][0] for row in train(optimizer, schedule, 8)] == [0.25, 0.5, 0.75, 1, 0, 0, 0, 0]
+    assert [row[0][0] for row in trace_of(optimizer, schedule, 8)] == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_without_a_decay_step_size_both_stay() -> None:
@@ -319,11 +328,11 @@ def test_the_state_is_the_counter(cls: Any, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("cls", "arguments"), EVERY, ids=LABELS)
 def test_resuming_equals_going_on(cls: Any, arguments: dict[str, Any], stop: int) -> None:
     straight = make_optimizer(0.5, 0.25)
-    expected = train(straight, cls(straight, **arguments), 20)
+    expected = trace_of(straight, cls(straight, **arguments), 20)
 
     first = make_optimizer(0.5, 0.25)
     schedule = cls(first, **arguments)
-    seen = train(first, schedule, stop)
+    seen = trace_of(first, schedule, stop)
     kept = first.state_dict()
     counter = schedule.state_dict()
 
@@ -334,7 +343,7 @@ def test_resuming_equals_going_on(cls: Any, arguments: dict[str, Any], stop: int
     second.load_state_dict(kept)
     resumed.load_state_dict(counter)
     assert settings(second) == settings(first)
-    assert seen + train(second, resumed, 20 - stop) == expected
+    assert seen + trace_of(second, resumed, 20 - stop) == expected
     for one, two in zip(straight.param_groups, second.param_groups, strict=True):
         assert torch.equal(one["params"][0], two["params"][0])
 
@@ -345,12 +354,12 @@ def test_resuming_by_argument_after_the_optimizer_was_loaded(
 ) -> None:
     first = make_optimizer(0.5, 0.25)
     schedule = cls(first, **arguments)
-    train(first, schedule, 9)
+    trace_of(first, schedule, 9)
     second = make_optimizer(0.5, 0.25)
     second.load_state_dict(first.state_dict())
     resumed = cls(second, **arguments, last_batch_iteration=schedule.last_batch_iteration)
     assert settings(second) == settings(first)
-    assert train(second, resumed, 9) == train(first, schedule, 9)
+    assert trace_of(second, resumed, 9) == trace_of(first, schedule, 9)
 
 
 def test_a_foreign_state_is_refused() -> None:

@@ -48,7 +48,7 @@ class TestObserver(ObserverConformance):
 SECRET = "hunter2hunter2"
 
 
-def train(folder: str, steps: int, fail: str = "") -> None:
+def recorded_run(folder: str, steps: int, fail: str = "") -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     config = {
@@ -72,7 +72,7 @@ def train(folder: str, steps: int, fail: str = "") -> None:
 
 
 def test_what_a_record_holds(tmp_path: Path) -> None:
-    run_ranks(2, train, str(tmp_path / "a"), 3)
+    run_ranks(2, recorded_run, str(tmp_path / "a"), 3)
     ranks = [read_rank(rank, tmp_path / "a" / f"rank{rank}.jsonl") for rank in range(2)]
     for rank, record in enumerate(ranks):
         (start,) = record.starts
@@ -100,7 +100,7 @@ def test_what_a_record_holds(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends_and_replaces_what_it_repeats(tmp_path: Path) -> None:
     for steps in (5, 3):
-        run_ranks(1, train, str(tmp_path), steps)
+        run_ranks(1, recorded_run, str(tmp_path), steps)
     record = read_rank(0, tmp_path / "rank0.jsonl")
     assert len(record.starts) == 2
     assert list(record.columns.step) == [1, 2, 3]
@@ -109,7 +109,7 @@ def test_a_resumed_run_appends_and_replaces_what_it_repeats(tmp_path: Path) -> N
 
 def test_a_failure_is_told_without_secrets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no more data"):
-        train(str(tmp_path), 1, fail="no more data")
+        recorded_run(str(tmp_path), 1, fail="no more data")
     record = read_rank(0, tmp_path / "rank0.jsonl")
     assert (record.last, record.error) == ("failed", "ValueError: no more data: ***")
     assert standing([record], {}).state is State.FAILED

@@ -44,12 +44,12 @@ class Memory:
         return self.kept[name][1]
 
     def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, into: object = None
+        self, name: str, engine_of: int = 0, stop: int | None = None, *, into: object = None
     ) -> Tensor:
-        return self.kept[name][0][start:stop].clone()
+        return self.kept[name][0][engine_of:stop].clone()
 
 
-def start(seed: int, width: int = 4) -> Any:
+def engine_of(seed: int, width: int = 4) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 1)
@@ -59,7 +59,7 @@ def start(seed: int, width: int = 4) -> Any:
     return ds_core.initialize(model=model, config=config, training_data=rows)[0]
 
 
-def train(engine: Any, batches: Any, steps: int) -> list[float]:
+def losses_of(engine: Any, batches: Any, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = engine(next(batches)).square().mean() + random.random()
@@ -70,21 +70,21 @@ def train(engine: Any, batches: Any, steps: int) -> list[float]:
 
 
 def test_a_restored_run_goes_on_as_the_saved_one() -> None:
-    engine = start(0)
+    engine = engine_of(0)
     batches = iter(engine.training_dataloader)
-    train(engine, batches, 2)
+    losses_of(engine, batches, 2)
     run = RunState(engine)
     common, local = copy.deepcopy((run.common(), run.local()))
     saved = SavedRun(Memory(run), common, local, own=True, world_size=1)
-    wanted = train(engine, batches, 2)
+    wanted = losses_of(engine, batches, 2)
 
-    other = start(1)
+    other = engine_of(1)
     again = RunState(other)
     options = LoadOptions()
     assert again.check(saved.states, options) == []
     again.restore(saved, options)
     assert again.step == 2
-    assert train(other, iter(other.training_dataloader), 2) == wanted
+    assert losses_of(other, iter(other.training_dataloader), 2) == wanted
     for a, b in zip(
         engine.module.state_dict().values(), other.module.state_dict().values(), strict=True
     ):
@@ -92,14 +92,14 @@ def test_a_restored_run_goes_on_as_the_saved_one() -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
-    memory = Memory(RunState(start(0)))
+    memory = Memory(RunState(engine_of(0)))
     with pytest.raises(
         CheckpointError, match=r"0\.weight has shape \(4, 3\) there and \(5, 3\) here"
     ):
-        RunState(start(0, width=5)).check(memory, LoadOptions())
+        RunState(engine_of(0, width=5)).check(memory, LoadOptions())
     del memory.kept["module/3.bias"]
     with pytest.raises(CheckpointError, match=r"it has no 3\.bias.*load_module_strict=False"):
-        RunState(start(0)).check(memory, LoadOptions())
+        RunState(engine_of(0)).check(memory, LoadOptions())
 
 
 def test_states_of_another_shape_stay_the_ranks_own() -> None:
@@ -142,9 +142,9 @@ def test_fused_matrices_are_cut_each(shape: tuple[int, ...]) -> None:
     assert torch.equal(mine, full.index_select(dim, torch.tensor([1, 2, 7, 8, 9])))
     flat = mine.reshape(-1)
     mesh = plan_mesh([Axis("tp", 2)], 2, 1)
-    for start, stop in itertools.combinations(range(0, flat.numel() + 1, 2), 2):
-        part = flat[start:stop]
-        state = StateTensor("module/a", part, piece.size, start, stop, ("tp",), True)
+    for engine_of, stop in itertools.combinations(range(0, flat.numel() + 1, 2), 2):
+        part = flat[engine_of:stop]
+        state = StateTensor("module/a", part, piece.size, engine_of, stop, ("tp",), True)
         found = torch.full(shape, -1)
         for one in unslice([state], {"a": piece}, mesh):
             box = one.box or Box.whole(shape)

@@ -13,7 +13,12 @@ from ds_testing.truth import same, start, tiny, whole_weights
 from torch import nn
 
 WORDS = 53
-SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "eos_token_id": None, "use_cache": True}
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "eos_token_id": None,
+    "use_cache": True,
+}
 LLAMA = {"intermediate_size": 28, "num_attention_heads": 4, "num_key_value_heads": 4}
 KEYS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

@@ -17,7 +17,7 @@ WIDTH = 4
 EACH = 3
 
 
-def build() -> nn.Module:
+def net() -> nn.Module:
     torch.manual_seed(2)
     return nn.Sequential(nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 2)).double()
 
@@ -31,9 +31,9 @@ def ids_of(step: int, rank: int) -> Tensor:
 def trained(sparse: bool) -> tuple[float, int]:
     """How far weights are from plain torch's after three steps, and the bytes of the last one."""
     world = comm.world_size()
-    plain = build()
+    plain = net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    model = build()
+    model = net()
     engine, *_ = ds_core.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),

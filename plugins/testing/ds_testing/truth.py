@@ -242,15 +242,19 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def same(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+def same(found: Any, wanted: Any, tolerance: float = 0.0, absolute: float | None = None) -> None:
     """Assert that numbers, tensors, lists or mappings of them, or parameters of modules are equal.
 
     The message has the name of the first that differs, and by how much. Dtypes may differ.
 
-    tolerance: absolute, and relative to the wanted value.
+    tolerance: relative to the wanted value, and absolute where `absolute` says nothing else.
     """
     torch.testing.assert_close(
-        _values(found), _values(wanted), rtol=tolerance, atol=tolerance, check_dtype=False
+        _values(found),
+        _values(wanted),
+        rtol=tolerance,
+        atol=tolerance if absolute is None else absolute,
+        check_dtype=False,
     )
 
 

@@ -51,7 +51,7 @@ class TestInterceptor(InterceptorConformance):
 # -- real runs -------------------------------------------------------------------------------------
 
 
-def train(engine: Any, steps: int) -> None:
+def make_steps(engine: Any, steps: int) -> None:
     import torch
 
     for _ in range(steps):
@@ -72,7 +72,7 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path: Path) -> None:
     engine, *_ = ds_core.initialize(
         model=torch.nn.Linear(3, 1), config={**given, "optimizer": {"type": "SGD"}}
     )
-    train(engine, 3)
+    make_steps(engine, 3)
     assert list(tmp_path.iterdir()) == []
     engine.destroy()
     (rank,) = read_run(tmp_path)

@@ -118,7 +118,7 @@ def run(program: str, ranks: int, *arguments: str, work: Path | None = None) -> 
 
 
 @functools.cache
-def plain(program: str, ranks: int, *arguments: str) -> dict[str, Any]:
+def without_deepspeed(program: str, ranks: int, *arguments: str) -> dict[str, Any]:
     """The same program without DeepSpeed."""
     return run(program, ranks, *arguments)
 
@@ -142,7 +142,9 @@ worlds = pytest.mark.parametrize("ranks", [1, 2])
 @stages
 def test_trainer(stage: str, ranks: int, tmp_path: Path) -> None:
     got = run("trainer.py", ranks, "--deepspeed", config(tmp_path, stage))
-    assert_same(got, plain("trainer.py", ranks), "losses", "norms", "evals", "lrs", "final")
+    assert_same(
+        got, without_deepspeed("trainer.py", ranks), "losses", "norms", "evals", "lrs", "final"
+    )
 
 
 @pytest.mark.parametrize("stage", ["2", "3", "3-offload"])
@@ -150,7 +152,13 @@ def test_trainer_with_a_pretrained_model(stage: str, tmp_path: Path) -> None:
     got = run("trainer.py", 2, "--deepspeed", config(tmp_path, stage), "--pretrained", "1")
     assert got["sharded"] == stage.startswith("3")
     assert_same(
-        got, plain("trainer.py", 2, "--pretrained", "1"), "losses", "norms", "evals", "lrs", "final"
+        got,
+        without_deepspeed("trainer.py", 2, "--pretrained", "1"),
+        "losses",
+        "norms",
+        "evals",
+        "lrs",
+        "final",
     )
 
 
@@ -161,7 +169,7 @@ def test_zero_inference(place: str, ranks: int, tmp_path: Path) -> None:
     zero = {"stage": 3, "param_persistence_threshold": 0, "offload_param": {"device": place}}
     file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
     got = run("zero_inference.py", ranks, "--deepspeed", str(file))
-    assert got["sharded"] and got["text"] == plain("zero_inference.py", 1)["text"]
+    assert got["sharded"] and got["text"] == without_deepspeed("zero_inference.py", 1)["text"]
 
 
 @stages
@@ -169,7 +177,9 @@ def test_trainer_accumulates_resumes_and_loads_the_best_model(stage: str, tmp_pa
     file = config(tmp_path, stage)
     more = ["--gas", "2", "--best", "1"]
     whole = run("trainer.py", 2, "--deepspeed", file, *more, work=tmp_path / "work")
-    assert_same(whole, plain("trainer.py", 2, *more), "losses", "norms", "evals", "lrs", "final")
+    assert_same(
+        whole, without_deepspeed("trainer.py", 2, *more), "losses", "norms", "evals", "lrs", "final"
+    )
     resumed = run(
         "trainer.py", 2, "--deepspeed", file, *more, "--resume", "3", work=tmp_path / "work"
     )
@@ -182,7 +192,7 @@ def test_trainer_with_the_configs_optimizer_and_schedule(stage: str, tmp_path: P
     # the Trainer's own optimizer spares some weights from the decay, a config's does not
     more = ["--decay", "0"]
     got = run("trainer.py", 2, "--deepspeed", own, *more)
-    assert_same(got, plain("trainer.py", 2, *more), "losses", "norms", "evals")
+    assert_same(got, without_deepspeed("trainer.py", 2, *more), "losses", "norms", "evals")
     both = config(tmp_path, stage, optimizer=ADAM, scheduler=LINEAR)
     assert len(run("trainer.py", 2, "--deepspeed", both)["losses"]) == 6
 
@@ -193,13 +203,13 @@ def test_accelerate(stage: str, ranks: int, tmp_path: Path) -> None:
     got = run(
         "accelerate_loop.py", ranks, "--deepspeed", config(tmp_path, stage, gradient_clipping=0.5)
     )
-    assert_same(got, plain("accelerate_loop.py", ranks), "losses", "lrs", "total")
+    assert_same(got, without_deepspeed("accelerate_loop.py", ranks), "losses", "lrs", "total")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_accelerate_by_arguments(stage: int) -> None:
     got = run("accelerate_loop.py", 2, "--stage", str(stage), "--gas", "2")
-    assert_same(got, plain("accelerate_loop.py", 2, "--gas", "2"), "losses", "total")
+    assert_same(got, without_deepspeed("accelerate_loop.py", 2, "--gas", "2"), "losses", "total")
 
 
 LAUNCH = """
@@ -262,7 +272,7 @@ def test_accelerate_launch(machines: int, tmp_path: Path) -> None:
         assert process.returncode == 0, shown[-9000:]
     got = json.loads(out.read_text())
     assert "ds_deepspeed_compat" in got["engine"]
-    assert_same(got, plain("accelerate_loop.py", 2), "losses", "lrs", "total")
+    assert_same(got, without_deepspeed("accelerate_loop.py", 2), "losses", "lrs", "total")
 
 
 LIGHTNING = {
@@ -283,7 +293,9 @@ def test_lightning(program: str, stage: str, ranks: int, tmp_path: Path) -> None
     more = {} if program == "lightning_fit.py" else {"gradient_clipping": 0.0}
     file.write_text(json.dumps({**LIGHTNING, **more, "zero_optimization": zero}))
     names = ("losses", "evals") if program == "lightning_fit.py" else ("losses",)
-    assert_same(run(program, ranks, "--deepspeed", str(file)), plain(program, ranks), *names)
+    assert_same(
+        run(program, ranks, "--deepspeed", str(file)), without_deepspeed(program, ranks), *names
+    )
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
@@ -298,14 +310,14 @@ def test_lightning_converts_its_checkpoint(stage: str, tmp_path: Path) -> None:
 @stages
 def test_peft_lora(stage: str, tmp_path: Path) -> None:
     got = run("peft_lora.py", 2, "--deepspeed", config(tmp_path, stage))
-    assert_same(got, plain("peft_lora.py", 2), "losses", "loaded")
+    assert_same(got, without_deepspeed("peft_lora.py", 2), "losses", "loaded")
 
 
 @stages
 @pytest.mark.parametrize("what", ["sft", "dpo"])
 def test_trl(what: str, stage: str, tmp_path: Path) -> None:
     got = run("trl_train.py", 2, "--what", what, "--deepspeed", config(tmp_path, stage))
-    assert_same(got, plain("trl_train.py", 2, "--what", what), "losses")
+    assert_same(got, without_deepspeed("trl_train.py", 2, "--what", what), "losses")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +339,7 @@ def test_trl_with_adapters_and_references(how: tuple[str, ...], ranks: int, tmp_
     frozen models.
     """
     got = run("trl_train.py", ranks, "--what", *how, "--deepspeed", config(tmp_path, "3"))
-    assert_same(got, plain("trl_train.py", ranks, "--what", *how), "losses")
+    assert_same(got, without_deepspeed("trl_train.py", ranks, "--what", *how), "losses")
 
 
 @pytest.mark.parametrize("lora", ["0", "1"])

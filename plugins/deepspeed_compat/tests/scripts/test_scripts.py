@@ -94,7 +94,7 @@ def run(
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def compare(
+def check_numbers(
     script: str, arguments: tuple[str, ...], config: dict[str, Any], tolerance: float = EXACT
 ) -> None:
     text = json.dumps(config)
@@ -115,7 +115,7 @@ ARGS = ("--deepspeed", "--deepspeed_config", "{config}")
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_classifier(name: str) -> None:
-    compare(
+    check_numbers(
         "classifier.py",
         ARGS,
         {**BASE, **CONFIGS[name]},
@@ -125,7 +125,7 @@ def test_classifier(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "stage3-offload"])
 def test_bert(name: str) -> None:
-    compare(
+    check_numbers(
         "bert.py",
         (*ARGS, "--work", "{work}"),
         {**BASE, "gradient_accumulation_steps": 2, **CONFIGS[name]},
@@ -134,13 +134,13 @@ def test_bert(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stage0", "stage1", "stage2", "stage3", "stage3-offload"])
 def test_gpt(name: str) -> None:
-    compare("gpt.py", ("--config", "{config}", "--work", "{work}"), {**BASE, **CONFIGS[name]})
+    check_numbers("gpt.py", ("--config", "{config}", "--work", "{work}"), {**BASE, **CONFIGS[name]})
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_pipeline_alexnet(stage: int) -> None:
     config = {**BASE, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": stage}}
-    compare("alexnet.py", ARGS, config)
+    check_numbers("alexnet.py", ARGS, config)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -148,16 +148,16 @@ def test_pipeline_alexnet(stage: int) -> None:
     "more", [("--ep", "1"), ("--ep", "2", "--top", "2")], ids=["top1", "ep2-top2"]
 )
 def test_moe(more: tuple[str, ...], stage: int) -> None:
-    compare("moe.py", (*ARGS, *more), {**BASE, "zero_optimization": {"stage": stage}})
+    check_numbers("moe.py", (*ARGS, *more), {**BASE, "zero_optimization": {"stage": stage}})
 
 
 @pytest.mark.parametrize("name", ["stage0", "stage2", "stage3"])
 def test_four_engines(name: str) -> None:
-    compare("rlhf.py", ("--config", "{config}"), {**BASE, **CONFIGS[name]})
+    check_numbers("rlhf.py", ("--config", "{config}"), {**BASE, **CONFIGS[name]})
 
 
 @pytest.mark.parametrize(
     "name", ["stage1", "stage2", "stage3"]
 )  # DeepSpeed refuses one backward through two at stage 0
 def test_two_engines(name: str) -> None:
-    compare("gan.py", ARGS, {**BASE, **CONFIGS[name]})
+    check_numbers("gan.py", ARGS, {**BASE, **CONFIGS[name]})
