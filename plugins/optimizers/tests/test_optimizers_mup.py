@@ -139,7 +139,7 @@ def test_the_classes_split_by_themselves(kind: str) -> None:
     optimizer = getattr(ds_optimizers, kind)(made.parameters(), **params)
     for step in range(5):
         optimizer.zero_grad()
-        loss(made(batch(step, 0))).backward()
+        loss(made, batch(step, 0)).backward()
         optimizer.step()
     same(made, alone(kind, 5, 1), 1e-10)
     again = getattr(ds_optimizers, kind)(optimizer.param_groups, **params)
@@ -188,8 +188,6 @@ def test_a_schedule_must_leave_the_widths_their_rates() -> None:
     engine_of("MuAdam", 0, scheduler={"type": "WarmupLR", "params": rates})
     params = {"total_num_steps": 10, "warmup_num_steps": 2}
     engine = engine_of("MuAdam", 0, scheduler={"type": "WarmupCosineLR", "params": params})
-    for step in range(4):
-        engine.backward(loss(engine(batch(step, 0))))
-        engine.step()
+    train(engine, batch, 4, loss=loss)
     narrow, wide = sorted({g["lr"] for g in engine.optimizer.param_groups})
     assert wide == pytest.approx(4 * narrow)
