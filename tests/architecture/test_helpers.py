@@ -13,7 +13,7 @@ DEFINED = {"start": 3, "train": 1, "plain": 1, "build": 0, "compare": 0, "same":
 
 def test_helpers_of_truth_are_not_written_again() -> None:
     """A function that is about something else says so by its name."""
-    pattern = re.compile(rf"^def ({'|'.join(DEFINED)})\(", re.M)
+    pattern = re.compile(rf"^def ({'|'.join(DEFINED)})\(", re.MULTILINE)
     found: Counter[str] = Counter()
     places = []
     for file in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("[pmo]*/*/tests/**/*.py")]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import smollm2
 from ds_testing import run_ranks
+from ds_testing.truth import difference, plain
 
 STEPS = 10
 RATE = 0.002
@@ -51,17 +52,10 @@ def alone(folder: str) -> list[float]:
     from safetensors.torch import save_file
 
     model, batch = load(folder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses = []
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits
-    model.train()
-    for _ in range(STEPS):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    sgd = {"type": "SGD", "params": {"lr": RATE}}
+    losses = plain(model.train(), lambda *_: batch, STEPS, optimizer=sgd)
     weights = {name: param.detach() for name, param in model.named_parameters()}
     save_file({"logits": logits, **weights}, Path(folder, "truth.safetensors"))
     return losses
@@ -138,7 +132,7 @@ def test_it_trains_as_in_one_process(trained: tuple[str, list[float]], by: str, 
     }
     for found in run_ranks(ranks, divided, folder, sections[by], timeout=500.0):
         # norms, rotations and, with divided sequences, the loss are computed in fp32 by the model
-        assert max(abs(a - b) for a, b in zip(found["losses"], losses, strict=True)) < 1e-5, found
+        assert difference(found["losses"], losses) < 1e-5, found
         assert found["logits"] < 1e-4 and found["weights"] < 1e-6, found
         whole = 134_515_008
         assert (

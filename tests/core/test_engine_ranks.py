@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import difference, plain
 from tiny_engine import Squares, data, initialized, model
 from torch import nn
 
@@ -42,17 +43,15 @@ def _multi(how):
                 engine.backward(losses[1])
         engine.step()
     net = model(0, torch.float64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for i in range(0, 4, 2):
-        for r in range(world):
-            for x in xs[r][i : i + 2]:
-                (net(x).square().mean() / world).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(net.parameters(), engine.module.parameters(), strict=True)
+    # Two backwards add up; only ranks are averaged.
+    plain(
+        net,
+        lambda step, r: xs[r][2 * step : 2 * step + 2],
+        2,
+        count=world,
+        loss=lambda net, pair: sum(net(x).square().mean() for x in pair),
     )
+    return difference(net, engine.module)
 
 
 @pytest.mark.parametrize("how", ["two backwards", "two plain backwards", "no_sync", "coalesce"])
@@ -82,10 +81,7 @@ def _unfreeze():
             (truth(x).square().mean() / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
-    )
+    return difference(truth, net)
 
 
 def test_parameters_may_be_unfrozen_while_training():
@@ -103,10 +99,7 @@ def _sum_op():
     for x in xs:
         truth(x).square().mean().backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
-    return max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(truth.parameters(), engine.module.parameters(), strict=True)
-    )
+    return difference(truth, engine.module)
 
 
 def test_gradients_may_be_summed_instead_of_averaged():
@@ -178,10 +171,7 @@ def _interrupted():
                 (truth(x) / 2 / world).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
-    )
+    return difference(truth, net)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -295,10 +285,7 @@ def _broken_plain_backward():
     for rank in range(comm.world_size()):
         (truth(data(3, seed=rank, dtype=torch.float64)[1]) / comm.world_size()).backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
-    return max(
-        float((p - q).detach().abs().max())
-        for p, q in zip(truth.parameters(), net.parameters(), strict=True)
-    )
+    return difference(truth, net)
 
 
 def test_a_plain_backward_that_broke_off_leaves_nothing_behind():

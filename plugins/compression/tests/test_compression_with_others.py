@@ -22,6 +22,7 @@ from ds_core.setup.compose import compose
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compressed_runs import BATCH, STEPS, WIDTH, batch, config, loss_of, net, off, trained  # noqa: E402
+from ds_testing.truth import difference
 from test_compression_numbers import BODY, CASES, symmetric, technique, through  # noqa: E402
 
 STAGE = {stage: {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)}
@@ -164,7 +165,7 @@ def test_pipelines(ranks: Any, stage: int) -> None:
     )
     (truth,) = ranks(1, alone, section)
     (plain,) = ranks(1, alone, {})
-    assert max(abs(a - b) for a, b in zip(truth, plain, strict=True)) > 1e-3
+    assert difference(truth, plain) > 1e-3
     for found in ranks(2, in_a_pipeline, section, stage):
         assert found == pytest.approx(truth, abs=2e-5)
 
@@ -193,7 +194,7 @@ def under_init(section: Any) -> float:
             found.append(float(loss.detach()))
         losses.append(found)
         engine.destroy()
-    return max(abs(a - b) for a, b in zip(*losses, strict=True))
+    return difference(*losses)
 
 
 def test_zero_init(ranks: Any) -> None:

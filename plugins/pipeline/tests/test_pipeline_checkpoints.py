@@ -14,10 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from ds_checkpoint.offline import open_saved
 from ds_testing import run_ranks
-from ds_testing.truth import start
+from ds_testing.truth import plain, start
 from pipe_models import MICRO, Plain, batch, pipeline
 
 GAS = 2
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 
 
 def engine_of(stages: int | None, chunks: int, zero: int) -> Any:
@@ -27,8 +28,7 @@ def engine_of(stages: int | None, chunks: int, zero: int) -> Any:
         for param in model.parameters():
             param.add_(1.0)
     section = {"stage": zero, "reduce_bucket_size": 300, "param_persistence_threshold": 8}
-    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-    return start(model, micro=MICRO, gas=GAS, clip=1.0, optimizer=adamw, zero_optimization=section)
+    return start(model, micro=MICRO, gas=GAS, clip=1.0, optimizer=ADAMW, zero_optimization=section)
 
 
 def steps(engine: Any, begin: int, end: int) -> list[float]:
@@ -67,15 +67,9 @@ def truth() -> tuple[list[float], dict[str, torch.Tensor]]:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    losses = []
-    for step in range(4):
-        parts = [model(*batch(step, m, 0)) / GAS for m in range(GAS)]
-        sum(parts).backward()  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(p.item() for p in parts))
+    losses = plain(
+        model, lambda step, m: batch(step, m, 0), 4, count=GAS, clip=1.0, optimizer=ADAMW
+    )
     return losses, model.state_dict()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.truth import difference, plain
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +24,7 @@ from sp_models import batch, make_model
 AUTOSP = {"compile": {"deepcompile": True, "passes": ["autosp"]}}
 LENGTH = 12
 STEPS = 3
+SGD = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
 
 
 class Own(nn.Module):
@@ -85,15 +87,7 @@ def loss_of(output: Any) -> Tensor:
 
 def truth(kind: str) -> tuple[list[float], Any]:
     model = make(kind)
-    losses = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for step in range(STEPS):
-        loss = loss_of(model(**given(kind, step)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, model
+    return plain(model, lambda step, _: given(kind, step), STEPS, optimizer=SGD), model
 
 
 def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
@@ -108,7 +102,7 @@ def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         **({"sequence_parallel_size": ranks} if stage else {}),
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "optimizer": SGD,
         "zero_optimization": {
             "stage": stage,
             **({"param_persistence_threshold": 0} if stage == 3 else {}),
@@ -134,14 +128,10 @@ def divided(kind: str, stage: int, ranks: int) -> tuple[int, int]:
         engine.step()
         losses.append(float(loss.detach()))
     engine.destroy()
-    wanted, plain = truth(kind)
+    wanted, model = truth(kind)
     bound = 1e-12 if kind.startswith("own") else 1e-6  # transformers' losses are in fp32
-    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) < bound, (losses, wanted)
-    off = [
-        float((a - b).detach().abs().max())
-        for a, b in zip(engine.module.parameters(), plain.parameters(), strict=True)
-    ]
-    assert max(off) < bound, off
+    assert difference(losses, wanted) < bound, (losses, wanted)
+    assert difference(engine.module, model) < bound
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

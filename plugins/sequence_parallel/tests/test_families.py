@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import sp_models as m
 from ds_testing import run_ranks
+from ds_testing.truth import difference
 
 FAST = [
     ["llama", "ulysses", {}],
@@ -76,9 +77,9 @@ def compiled(mode: str) -> list[float]:
     )
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     breaks = torch._dynamo.utils.counters["graph_break"]
-    worst = max(float((mine[1][n] - w).abs().max()) for n, w in one[1].items())
+    worst = difference(mine[1], one[1])
     return [
-        max(abs(a - b) for a, b in zip(one[0], mine[0], strict=True)),
+        difference(mine[0], one[0]),
         worst,
         graphs,
         sum(breaks.values()),

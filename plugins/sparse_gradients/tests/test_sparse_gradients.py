@@ -13,6 +13,7 @@ import pytest
 import torch
 from ds_sparse_gradients.rows import RowTensor
 from ds_testing import Traffic, run_ranks
+from ds_testing.truth import difference, plain
 from torch import Tensor, nn
 
 import ds_core
@@ -67,13 +68,14 @@ def loss_of(model: Any, ids: Tensor, first: int) -> Tensor:
 
 def alone(case: dict[str, Any], steps: int) -> nn.Module:
     model = Net(False, case["tied"]).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, ids_of(step), 0).backward()
-        if case.get("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
-        optimizer.step()
+    plain(
+        model,
+        lambda step, _: ids_of(step),
+        steps,
+        clip=case.get("clip", 0.0),
+        optimizer={"type": "Adam", "params": {"lr": 0.05, "weight_decay": 0.01}},
+        loss=lambda model, ids: loss_of(model, ids, 0),
+    )
     return model
 
 
@@ -104,10 +106,7 @@ def ours(case: dict[str, Any]) -> tuple[float, int]:
                 engine.step()
         sent = sum(each.bytes for each in traffic.sent)
     truth = alone(case, 3)
-    error = max(
-        float((a - b).abs().max())
-        for a, b in zip(made.parameters(), truth.parameters(), strict=True)
-    )
+    error = difference(made, truth)
     engine.destroy()
     return error, sent
 
