@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_testing.truth import plain, weights
+from ds_testing.truth import plain, start, train, weights
 
 WIDTH = 7
 CLASSES = 5
@@ -155,13 +155,6 @@ def reference_run(
     return losses, weights(model)
 
 
-def batches(case: Case, index: int, dp: int) -> Iterator[Mapping[str, Any]]:
-    """All micro-batches of dp rank `index`, step after step."""
-    for step in range(case.steps):
-        for micro in range(case.gas):
-            yield micro_batch(case, step, micro, index)
-
-
 class _Spectral(nn.Module):
     """A model with a complex weight, as Fourier layers have."""
 
@@ -178,7 +171,6 @@ class _Spectral(nn.Module):
 def complex_run(config: Mapping[str, Any]) -> float:
     """Train a model with a complex weight, with clipping, under `config` and in plain torch; the
     worst difference of a loss. Called on every rank."""
-    import ds_core
     from ds_core import comm
 
     def build() -> nn.Module:
@@ -186,27 +178,12 @@ def complex_run(config: Mapping[str, Any]) -> float:
             torch.manual_seed(3)
             return _Spectral()
 
-    truth = build()
-    optimizer = torch.optim.AdamW(truth.parameters(), lr=0.05)
-    base = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
-    adam = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}}
-    engine, *_ = ds_core.initialize(model=build(), config={**base, "optimizer": adam, **config})
-    worst = 0.0
-    for step in range(4):
-        xs = [
-            torch.randn(2, 7, generator=torch.Generator().manual_seed(99 * step + r))
-            for r in range(comm.world_size())
-        ]
-        losses = [truth(x) for x in xs]
-        loss = engine(xs[comm.rank()])
-        worst = max(
-            worst, abs(loss.item() - losses[comm.rank()].item()) / losses[comm.rank()].item()
-        )
-        torch.stack(losses).mean().backward()
-        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.backward(loss)
-        engine.step()
+    def batch(step: int, rank: int) -> Tensor:
+        return torch.randn(2, 7, generator=torch.Generator().manual_seed(99 * step + rank))
+
+    adamw = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}}
+    engine = start(build(), **{"clip": 0.5, "optimizer": adamw, **config})
+    losses = train(engine, batch, 4)
     engine.destroy()
-    return worst
+    truth = plain(build(), batch, 4, count=comm.world_size(), clip=0.5, optimizer=adamw)
+    return max(abs(a - b) / b for a, b in zip(losses, truth, strict=True))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 6
 MICRO = 2
+SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
 
@@ -157,7 +158,7 @@ def _engine(
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": 0.7,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "optimizer": SGD,
     }
     model = _parts(names)[0]().to(getattr(torch, dtype))
     engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
@@ -179,32 +180,26 @@ def _train(
 
     from ds_core.engine import call_with_batch, loss_of
     from ds_core.precision import cast_floats
-    from ds_testing.truth import relative, whole_weights
+    from ds_testing.truth import plain, relative, whole_weights
 
     _, make_batch, make_truth = _parts(names)
     engine = _engine(names, extra, load, gas, dtype)
     dp, index = data_place(engine.ctx.mesh)
     kind = getattr(torch, dtype)
     truth = make_truth().to(kind)
-    optimizer = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
+    wanted = plain(
+        truth,
+        lambda step, number: cast_floats(make_batch(step, number // dp, number % dp), kind),
+        3,
+        count=gas * dp,
+        clip=0.7,
+        optimizer=SGD,
+        loss=lambda model, batch: loss_of(call_with_batch(model, batch)),
+    )
     worst = 0.0
-    for step in range(3):
-        ours = engine.train_batch(
-            iter([cast_floats(make_batch(step, m, index), kind) for m in range(gas)])
-        ).item()
-        theirs = 0.0
-        for micro in range(gas):
-            for i in range(dp):
-                loss = (
-                    loss_of(call_with_batch(truth, cast_floats(make_batch(step, micro, i), kind)))
-                    / gas
-                    / dp
-                )
-                loss.backward()
-                theirs += loss.item()
-        torch.nn.utils.clip_grad_norm_(truth.parameters(), 0.7)
-        optimizer.step()
-        optimizer.zero_grad()
+    for step, theirs in enumerate(wanted):
+        micros = [cast_floats(make_batch(step, m, index), kind) for m in range(gas)]
+        ours = engine.train_batch(iter(micros)).item()
         worst = max(worst, abs(ours - theirs) / max(abs(theirs), 1e-3))
     mine = whole_weights(engine)
     weights = {n: p.detach() for n, p in truth.named_parameters() if n in mine}

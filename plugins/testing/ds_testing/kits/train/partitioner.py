@@ -9,7 +9,7 @@ groups, accumulation, clipping, fp64, fp32 and bf16, and products with fake pp, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -180,8 +180,8 @@ def _train_and_compare(
 
     import ds_core
     from ds_core import comm
-    from ds_testing.models import Case, batches, build_model, param_groups, reference_run
-    from ds_testing.truth import relative, whole_weights
+    from ds_testing.models import Case, build_model, micro_batch, param_groups, reference_run
+    from ds_testing.truth import relative, train, whole_weights
 
     case = Case(**case_fields)
     rank = comm.rank()
@@ -195,12 +195,19 @@ def _train_and_compare(
         model_parameters=param_groups(case, model),
         config=with_plugins(case.config(world), extra, load),
     )
-    stream = batches(case, rank, world)
-    losses = []
-    for _ in range(case.steps):
-        mean = _one_step(engine, stream, case.gas, how)
-        comm.all_reduce(mean)
-        losses.append(mean.item() / world)
+
+    def batch(step: int, number: int) -> dict[str, Any]:
+        return micro_batch(case, step, number // world, number % world)
+
+    if how == "train_batch":
+        losses = []
+        for step in range(case.steps):
+            micros = [batch(step, micro * world + rank) for micro in range(case.gas)]
+            mean = engine.train_batch(iter(micros)).double()
+            comm.all_reduce(mean)
+            losses.append(mean.item() / world)
+    else:
+        losses = train(engine, batch, case.steps, direct=how == "direct")
     # Relative to the loss, but not to one near 0, which would enlarge rounding.
     worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, truth_losses, strict=True))
     whole = whole_weights(engine)
@@ -209,26 +216,6 @@ def _train_and_compare(
     engine.destroy()
     assert torch.is_grad_enabled()
     return report
-
-
-def _one_step(engine: Any, stream: Iterator[Any], gas: int, how: str) -> Any:
-    """One optimizer step, driven by hand, by train_batch or by plain loss.backward(); this rank's
-    mean loss.
-    """
-    import torch
-
-    if how == "train_batch":
-        return engine.train_batch(stream).double()
-    total = torch.zeros((), dtype=torch.float64)
-    for _ in range(gas):
-        loss = engine(**next(stream))
-        total += loss.detach().double() / gas
-        if how == "direct":
-            loss.backward()
-        else:
-            engine.backward(loss)
-        engine.step()
-    return total
 
 
 def _shards(kind: str, extra: dict[str, Any], load: list[str]) -> dict[str, Any]:

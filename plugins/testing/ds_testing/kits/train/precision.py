@@ -143,22 +143,16 @@ def _step(engine: Engine, total: int) -> float:
     """One optimizer step over `_batch`; the mean loss over ranks."""
     import torch
 
-    from ds_core import comm
+    from ds_testing.truth import train
 
-    dp = engine.ctx.mesh.size("dp")
-    index = engine.ctx.mesh.index("dp")
-    gas = engine.ctx.batch.gas
-    x, y = (t.chunk(dp)[index].chunk(gas) for t in _batch(total))
-    mean = torch.zeros(())
+    parts = engine.ctx.mesh.size("dp") * engine.ctx.batch.gas
+    x, y = (t.chunk(parts) for t in _batch(total))
     dtype = next(engine.module.parameters()).dtype
-    for inputs, wanted in zip(x, y, strict=True):
-        loss = torch.nn.functional.mse_loss(engine(inputs.to(dtype)).float(), wanted)
-        engine.backward(loss)
-        engine.step()
-        mean += loss.detach() / gas
-    if dp > 1:
-        comm.all_reduce(mean, group=engine.ctx.mesh.group("dp"))
-    return float(mean / dp)
+
+    def loss(model: Any, number: int) -> Tensor:
+        return torch.nn.functional.mse_loss(model(x[number].to(dtype)).float(), y[number])
+
+    return train(engine, lambda _, number: number, 1, loss=loss)[0]
 
 
 def _describe(what: list[Any]) -> dict[str, Any]:
