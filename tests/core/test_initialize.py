@@ -31,7 +31,7 @@ def test_train_batch_and_eval_batch():
     losses = [engine.train_batch(it) for it in [iter(xs)] for _ in range(2)]
     assert first.item() == pytest.approx(losses[0].item(), rel=1e-6)
     assert engine.module.training
-    same(engine.module, alone(xs, 2))
+    same(engine.module.net, alone(xs, 2))
     with pytest.raises(StopIteration):
         engine.train_batch(iter(xs[:1]))
     assert engine.global_steps == 2

@@ -256,7 +256,7 @@ def test_initialize_again_on_the_same_model_destroys_the_engine_before(
 
 @pytest.mark.parametrize("section", [{}, {"fp16": {"enabled": True}}], ids=["fp32", "fp16"])
 def test_an_engine_that_is_dropped_without_destroy_leaves_nothing(section: dict[str, Any]) -> None:
-    engine = start(2, **section)
+    engine = engine_of(2, **section)
     xs = data(2)
     engine.backward(engine(xs[0].to(engine.module[0].weight.dtype)).float().square().mean())
     left = [weakref.ref(o) for o in (engine, engine.module, engine.partitioner)]

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", _LLAMA | {"max_position_embeddings": 128, "sliding_window": 5}),
     "gpt2": ("gpt2", _SIZES | {"max_position_embeddings": 128}),
     "bloom": ("bloom", _SIZES),
-    "mamba": ("mamba", {"hidden_size": 16, "state_size": 4}),
+    "mamba": ("mamba", {"hidden_size": 16, "intermediate_size": 32, "state_size": 4}),
 }
 
 

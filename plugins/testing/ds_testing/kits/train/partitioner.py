@@ -9,17 +9,27 @@ groups, accumulation, clipping, fp64, fp32 and bf16, and products with fake pp, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 
-from ds_core.moved import names_of
 from ds_testing.pool import RemoteError, run_ranks
 
-__getattr__ = names_of(__name__)
+
+def __getattr__(name: str) -> Any:
+    """Functions that have moved to `ds_testing.truth`."""
+    if name not in ("relative", "whole_weights"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ds_testing import truth
+
+    text = f"{__name__}.{name} is ds_testing.truth.{name} now"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return getattr(truth, name)
+
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2}
 
@@ -278,15 +288,14 @@ def _train_axes(
     """
     import torch
 
-    import ds_core
     from ds_core import comm
-    from ds_testing.truth import relative, whole_weights
+    from ds_testing.truth import relative, start, whole_weights
 
     names = _head_names(axes)
+    adamw: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     config = {
-        "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": adamw},
         "fake_axes": {"axes": axes},
         "plugins": {"load": ["fake_axes=ds_testing.kits.parallel.fake_axes"]},
     }
@@ -294,13 +303,11 @@ def _train_axes(
     coords = [_coords(axes, world, r) for r in range(world)]
     mine = coords[comm.rank()]
     model = torch.nn.ModuleDict({n: _head(n, mine) for n in names}).double()
-    engine, *_ = ds_core.initialize(model=model, config=with_plugins(config, extra, load))
+    engine = start(model, **with_plugins(config, extra, load))
     dp = engine.ctx.mesh.size("dp")
     # The truth: every head that any rank has, once for each place at which it is held.
     heads = {(n, _key(n, c)): _head(n, c).double() for c in coords for n in names}
-    optimizer = torch.optim.AdamW(
-        [p for h in heads.values() for p in h.parameters()], lr=0.02, weight_decay=0.1
-    )
+    optimizer = torch.optim.AdamW([p for h in heads.values() for p in h.parameters()], **adamw)
     worst_norm = 0.0
     for step in range(3):
         for turn in range(backwards):
