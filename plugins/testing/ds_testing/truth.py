@@ -31,7 +31,7 @@ def start(
     model: nn.Module,
     *,
     micro: int = 2,
-    gas: int = 1,
+    gas: int | None = None,
     clip: float = 0.0,
     optimizer: Any = SGD,
     model_parameters: Iterable[Any] | None = None,
@@ -43,12 +43,14 @@ def start(
     """The engine of ``ds_core.initialize``, with a small config.
 
     micro: ``train_micro_batch_size_per_gpu``; left out where `sections` have ``train_batch_size``.
-    gas: ``gradient_accumulation_steps``.
+    gas: ``gradient_accumulation_steps``; None: as the batch sizes say.
     clip: ``gradient_clipping``; 0, which is not the config's own default, does not clip.
     optimizer: the config's section; or an Optimizer or a function, for `initialize`; or None.
     sections: further keys of the config, which override the others.
     """
-    config: dict[str, Any] = {"gradient_accumulation_steps": gas, "gradient_clipping": clip}
+    config: dict[str, Any] = {"gradient_clipping": clip}
+    if gas is not None:
+        config["gradient_accumulation_steps"] = gas
     if "train_batch_size" not in sections:
         config["train_micro_batch_size_per_gpu"] = micro
     given = optimizer
