@@ -51,13 +51,10 @@ def three_steps(
         for param in model.parameters():
             if param.requires_grad:
                 param.register_hook(lambda grad: (grad * 2**24).round() / 2**24)
-    engine = start(
-        model,
-        clip=1.0,
-        optimizer={"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-        **extra,
-        zero_optimization={"stage": 3, **SMALL, **zero},
-    )
+    adamw = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}}
+    section = {"stage": 3, **SMALL, **zero}
+    sections = {"clip": 1.0, "optimizer": adamw, **extra, "zero_optimization": section}
+    engine = start(model, **sections)
     found = {}
     for step in range(steps * engine.gradient_accumulation_steps()):
         torch.manual_seed(100 * step + comm.rank())

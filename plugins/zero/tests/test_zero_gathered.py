@@ -203,7 +203,7 @@ def read_after_errors(engine: Any) -> None:
     with pytest.raises(UsageError, match="modifier_rank 2 is not a rank; this run has 0 to 1"):
         gathered(module, modifier_rank=2)
     with pytest.raises(UsageError, match="takes parameters or a module, not int"):
-        gathered_engine(3)
+        gathered(3)
 
 
 def test_reads() -> None:
