@@ -16,7 +16,8 @@ from ds_core.engine import DistributedLoader
 def engine_of(net: nn.Module | None = None, **config: Any) -> Any:
     sgd = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
     sections = {"train_batch_size": 4, **config}
-    return start(net or nn.Linear(4, 1), optimizer=sgd, collate_fn=torch.stack, **sections)
+    net = net or nn.Linear(4, 1)
+    return start(net, clip=1.0, optimizer=sgd, collate_fn=torch.stack, **sections)
 
 
 def test_what_they_answer() -> None:
