@@ -180,6 +180,8 @@ class OptimizerEntry(_Record):
     grain: what its arithmetic needs whole: single elements, tensors (norms), matrices, or the model
         (values over all tensors); None when unknown. Where ranks have parts of what it needs whole,
         `initialize` refuses.
+    collects: it collects from other ranks what it needs whole, as by ds-optimizer-kit, so that its
+        tensors may be cut anywhere.
     partitioner: for one that reduces gradients by itself: reference to a function ``ctx ->
         Partitioner`` that leaves them to it, and is given the optimizer by `Partitioner.bind`.
         None: any partitioner will do.
@@ -193,6 +195,7 @@ class OptimizerEntry(_Record):
     grain: Grain | None = "element"
     groups: Ref | None = None
     partitioner: Ref | None = None
+    collects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -407,8 +407,7 @@ def _check_lengths(
     if long.numel() != short.numel() * size:
         raise CommError(
             f"{name} over {size} ranks: {long_name} has {long.numel()} elements, {short_name} "
-            f"{short.numel()}; "
-            f"{long_name} must have {size} x {short.numel()} = {size * short.numel()}"
+            f"{short.numel()}; {long_name} must have {size} x {short.numel()} = {size * short.numel()}"
         )
     if long.dtype != short.dtype:
         raise CommError(

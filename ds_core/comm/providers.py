@@ -283,8 +283,7 @@ def choose_providers(
         elif best is not None:
             raise PluginError(
                 f"collectives on {' over '.join(pair)} are offered by {best} and {one} with equal "
-                "priority; choose one "
-                f'with "collectives": "{one.name}"'
+                f'priority; choose one with "collectives": "{one.name}"'
             )
         else:
             chosen[pair] = one

@@ -282,8 +282,7 @@ def _parsed(
 
 _AUTO = (
     '"auto" was not filled in; an integration such as the Hugging Face Trainer or Accelerate '
-    "does "
-    "that beforehand"
+    "does that beforehand"
 )
 
 

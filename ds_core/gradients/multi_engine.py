@@ -144,15 +144,13 @@ def release_model(model: nn.Module) -> None:
         elif hooks.module is model:
             log.warning(
                 "initialize was called again on a model whose engine is in use; that engine is "
-                "destroyed, with its "
-                "optimizer states (call its destroy() first to avoid this warning)"
+                "destroyed, with its optimizer states (call its destroy() first to avoid this warning)"
             )
             engine.destroy()
         else:
             raise UsageError(
                 f"{what} belongs to the engine that an earlier initialize made, which is still in "
-                "use, and two engines "
-                "cannot train the same weights; call destroy() on that engine first"
+                "use, and two engines cannot train the same weights; call destroy() on that engine first"
             )
 
 

@@ -132,8 +132,7 @@ def check_grain(ctx: Context, grain: Grain | None, path: str, what: str) -> None
     fix = "use an optimizer of single elements, such as AdamW, or leave that axis at 1"
     if grain is None:
         fix = (
-            'declare it by an OptimizerEntry with grain="element" if it is so, or leave that '
-            "axis "
+            'declare it by an OptimizerEntry with grain="element" if it is so, or leave that axis '
             "at 1"
         )
     raise ConfigError([Problem(path, problem, fix)], ctx.config.origin)

@@ -61,8 +61,7 @@ class WeightUpdate:
         if sum(len(g["params"]) for g in engine.param_groups()) != self._num_params:
             raise UsageError(
                 "parameters were added to the optimizer after initialize, which neither reduces "
-                "nor clips "
-                "them; give all groups to initialize (frozen parameters may be unfrozen later)"
+                "nor clips them; give all groups to initialize (frozen parameters may be unfrozen later)"
             )
         if missing := [n for n in self._schedule_needs if n not in lr_kwargs]:
             raise UsageError(
@@ -135,8 +134,8 @@ def _takes_gradients(engine: RunningEngine) -> bool:
     if takers and kind.gradient_shards is Partitioner.gradient_shards:
         raise UsageError(
             f"plugin {takers[0]} changes reduced gradients (ds_gradients), which {kind.__name__} "
-            "does not give: the "
-            "optimizer reduces gradients by itself, or the partitioner has no gradient_shards"
+            "does not give: the optimizer reduces gradients by itself, or the partitioner has no "
+            "gradient_shards"
         )
     return bool(takers)
 

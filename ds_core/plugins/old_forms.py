@@ -137,8 +137,7 @@ FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] 
 
 PLANS = (
     "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, in place of the "
-    "attributes sync, "
-    "hold, may_wait and updated that the core set (ds_core.partition.BackwardPlan)"
+    "attributes sync, hold, may_wait and updated that the core set (ds_core.partition.BackwardPlan)"
 )
 
 

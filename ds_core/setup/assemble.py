@@ -103,7 +103,7 @@ def initialize(
         dist_init_required=dist_init_required,
     )
     ctx.own_optimizer = optimizer is not None and entry.load == UNDECLARED
-    ctx.grain = entry.grain
+    ctx.grain = "element" if entry.collects else entry.grain
     ctx.collate_fn = collate_fn
 
     # The model, which is given back as it was if anything fails from here on.

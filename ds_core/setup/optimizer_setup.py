@@ -71,7 +71,7 @@ def check_whole(
     given: the `optimizer` of `initialize`.
     entry: what is declared of it.
     """
-    grain = entry.grain
+    grain = ctx.grain
     if grain is None:  # what a function of the user's makes is known only now
         grain = optimizer_entry(built, chosen).grain
     path = "optimizer.type" if given is None else "optimizer="

@@ -13,8 +13,8 @@ import inspect
 import itertools
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -59,6 +59,18 @@ class StepBatch:
     """Gradients are multiplied by it, as in `ds_core.partition.StepInputs`."""
     copies: list[Tensor] | None = None
     """16-bit tensors that get the new values; None: there are none."""
+
+    def without(self, places: Collection[int]) -> StepBatch:
+        """The batch without the parameters at these places."""
+        kept = [i for i in range(len(self.owners)) if i not in set(places)]
+        return replace(
+            self,
+            owners=[self.owners[i] for i in kept],
+            params=[self.params[i] for i in kept],
+            grads=[self.grads[i] for i in kept],
+            states=[[tensors[i] for i in kept] for tensors in self.states],
+            copies=None if self.copies is None else [self.copies[i] for i in kept],
+        )
 
 
 @functools.cache

@@ -3,24 +3,36 @@
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. A parameter is a matrix for Muon when
 it has two dimensions or more and its name holds neither "embed" nor "lm_head"; or when its
 attribute ``use_muon`` says so. Kernels of convolutions count as (output channels, all the rest).
+Experts that are stacked in one parameter are a matrix each (the attribute ``stacked``, 1, or a name
+that says so).
+
+Momentum is updated wherever its elements are. What is to be orthogonalised goes to the rank that
+does it, and comes back as an update: `ds_optimizer_kit.MatrixExchange`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_optimizers.base import KernelOptimizer, StepBatch, check_common
+from ds_optimizer_kit import Layout, MatrixExchange
+from ds_optimizers.base import StepBatch, check_common
+from ds_optimizers.collecting import CollectingOptimizer
 
 if TYPE_CHECKING:
+    from ds_optimizer_kit import Unit
     from jaxtyping import Float
 
 METHODS = ("gram", "standard")
 _NOT_HIDDEN = ("embed", "lm_head")
+# All experts of a layer in one parameter; "experts.3.up.weight" is a matrix of one of them.
+_STACK = re.compile(r"\bexperts\.(?!\d)")
 # Chosen by Jordan et al. (2024) for a steep start: singular values end between about 0.7 and 1.2.
 _A = 3.4445
 _B = -4.7750
@@ -28,7 +40,7 @@ _C = 2.0315
 _ITERATIONS = 5
 
 
-class Muon(KernelOptimizer):
+class Muon(CollectingOptimizer):
     """Muon (Jordan et al. 2024) for groups with ``use_muon`` true, AdamW for the others.
 
     params: group dicts with ``use_muon``, or parameters (groups of them) that have it as an
@@ -78,6 +90,20 @@ class Muon(KernelOptimizer):
         }
         super().__init__(groups, {**defaults, "ns_method": ns_method})
 
+    def _find_anew(self) -> None:
+        super()._find_anew()
+        # -- of the running step --
+        # Per matrix: its group, what is orthogonalised, and where its new value is written in 16
+        # bits.
+        self._noted: dict[Tensor, tuple[dict[str, Any], Tensor, Tensor | None]] = {}
+        # What AdamW updates.
+        self._others: list[tuple[dict[str, Any], StepBatch]] = []
+        # -- kept --
+        self._exchange: MatrixExchange | None = None
+        # The ids of the tensors that it is for.
+        self._exchanged: list[int] = []
+        self._method_of: dict[Tensor, str] = {}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """torch's; the group must say ``use_muon``."""
         if "use_muon" not in param_group:
@@ -85,6 +111,7 @@ class Muon(KernelOptimizer):
                 "a group of Muon needs use_muon: true for hidden matrices, false for what AdamW "
                 "updates"
             )
+        param_group.setdefault("stacked", 0)
         super().add_param_group(param_group)
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -94,60 +121,135 @@ class Muon(KernelOptimizer):
     def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
         if group["use_muon"]:
-            for param in batch.owners:
-                if param.dim() < 2 or param.is_complex():
-                    raise UsageError(
-                        f"Muon is for real matrices; a parameter of shape {tuple(param.shape)}, "
-                        f"{param.dtype}, is in a use_muon group"
-                    )
-            for param, grad, momentum in zip(
-                batch.params, batch.grads, batch.states[0], strict=True
-            ):
-                _step(param, grad, momentum, group, batch.scale)
-            # The kernels of other optimizers write copies in the same pass; here it is a second
-            # one.
-            if batch.copies is not None:
-                torch._foreach_copy_(batch.copies, batch.params)
-            return
+            self._note(group, batch)
+        else:
+            # While matrices are on their way, see `collect`.
+            self._others.append((group, batch))
+
+    def _note(self, group: dict[str, Any], batch: StepBatch) -> None:
+        """Update the momentum of what this rank has of matrices: m <- mu m + (1 - mu) g."""
+        mu = group["momentum"]
+        for i, param in enumerate(batch.owners):
+            shape = param.shape if self.layout is None else self.layout.parts[param].shape
+            if len(shape) - group["stacked"] < 2 or param.is_complex():
+                raise UsageError(
+                    f"Muon is for real matrices; a parameter of shape {tuple(shape)}, "
+                    f"{param.dtype}, is in a use_muon group"
+                )
+            momentum = batch.states[0][i]
+            grad = batch.grads[i].to(momentum.dtype)
+            grad = grad if batch.scale == 1 else grad * batch.scale
+            # Momentum as a running mean, then Nesterov: a step ahead of it.
+            momentum.lerp_(grad, 1 - mu)
+            copy = None if batch.copies is None else batch.copies[i]
+            self._noted[param] = (group, grad.lerp(momentum, mu), copy)
+
+    def collects(self, group: dict[str, Any]) -> bool:
+        """See `CollectingOptimizer.collects`."""
+        return bool(group["use_muon"])
+
+    def collect(self) -> None:
+        """See `CollectingOptimizer.collect`: matrices are orthogonalised where they are whole."""
+        noted = self._noted
+        others = self._others
+        self._noted = {}
+        self._others = []
+        exchange = self._matrices()
+        used = noted.keys() if self.layout is None else self.used
+        exchange.start({param: ahead for param, (_, ahead, _) in noted.items()}, used)
+        # AdamW's part of the step needs nobody: it runs while matrices are on their way.
+        for group, batch in others:
+            self._update_adam(group, batch)
+        results: dict[Unit, Tensor] = {}
+        for matrices in exchange.finish():
+            results.update(orthogonalize_all(matrices, self._method_of))
+        for param, values in exchange.give_back(results).items():
+            if param in noted:
+                self._apply(param, values, *noted[param])
+
+    def _apply(
+        self,
+        param: Tensor,
+        update: Tensor,
+        group: Mapping[str, Any],
+        ahead: Tensor,
+        copy: Tensor | None,
+    ) -> None:
+        """p -= lr * (s * orthogonalize(g + mu * (m - g)) + wd * p), of this rank's elements."""
+        lr = group["lr"]
+        shape = ahead.shape if self.layout is None else self.layout.parts[param].shape
+        rows, *others = shape[group["stacked"] :]
+        # s = sqrt(max(1, rows / columns)): an orthogonal matrix that is tall has smaller entries,
+        # and would change its outputs less.
+        size = max(1.0, rows / max(math.prod(others), 1)) ** 0.5
+        param.mul_(1 - lr * group["weight_decay"]).add_(
+            update.view(param.shape).to(param), alpha=-lr * size
+        )
+        # The kernels of other optimizers write copies in the same pass; here it is a second one.
+        if copy is not None:
+            copy.copy_(param)
+
+    def _update_adam(self, group: dict[str, Any], batch: StepBatch) -> None:
         beta1, beta2 = group["betas"]
         run = self.kernel(batch.params[0])
         options = {k: group[k] for k in ("lr", "eps", "weight_decay")}
         options |= {"beta1": beta1, "beta2": beta2, "scale": batch.scale, "copies": batch.copies}
         run(batch.params, batch.grads, *batch.states, step=batch.step, **options)
 
+    def _matrices(self) -> MatrixExchange:
+        """The exchange of the matrices of all groups; made anew where these have changed."""
+        groups = {p: g for g in self.param_groups if g["use_muon"] for p in g["params"]}
+        stacked = {p: g["stacked"] for p, g in groups.items()}
+        if self._exchange is None or list(map(id, stacked)) != self._exchanged:
+            layout = Layout.local(stacked) if self.layout is None else self.layout
+            self._exchange = MatrixExchange(layout, stacked, orthogonalize_cost)
+            self._exchanged = list(map(id, stacked))
+            self._method_of = {p: g["ns_method"] for p, g in groups.items()}
+        return self._exchange
 
-def _step(
-    param: Tensor, grad: Tensor, momentum: Tensor, group: Mapping[str, Any], scale: float
-) -> None:
-    """p -= lr * (s * orthogonalize(g + mu * (m - g)) + wd * p), with m the momentum after this step."""
-    mu = group["momentum"]
-    lr = group["lr"]
-    grad = grad.to(momentum.dtype) if scale == 1 else grad.to(momentum.dtype) * scale
-    # Momentum as a running mean, then Nesterov: a step ahead of it.
-    momentum.lerp_(grad, 1 - mu)
-    ahead = grad.lerp(momentum, mu).flatten(1)
-    found = orthogonalize(ahead, group["ns_method"])
-    # s = sqrt(max(1, rows / columns)): an orthogonal matrix that is tall has smaller entries, and
-    # would change its outputs less.
-    size = max(1.0, ahead.shape[0] / max(ahead.shape[1], 1)) ** 0.5
-    param.mul_(1 - lr * group["weight_decay"]).add_(
-        found.view(param.shape).to(param.dtype), alpha=-lr * size
-    )
+
+def orthogonalize_cost(rows: int, columns: int) -> float:
+    """Multiplications for one matrix: products of the small square, and two with the matrix."""
+    small = min(rows, columns)
+    return small * small * (2.0 * max(rows, columns) + 4 * _ITERATIONS * small)
+
+
+def orthogonalize_all(
+    matrices: Sequence[tuple[Unit, Tensor]], methods: Mapping[Tensor, str]
+) -> dict[Unit, Tensor]:
+    """`orthogonalize` of each, those of one shape in one batch."""
+    batches: dict[tuple[Any, ...], list[tuple[Unit, Tensor]]] = {}
+    for unit, matrix in matrices:
+        rows, columns = unit.rows_columns
+        # Copies of a tied weight are computed with other neighbours on each stage, and products may
+        # be rounded otherwise in a batch of another size.
+        alone = unit if unit.tied else None
+        shape = (max(rows, columns), min(rows, columns))
+        batches.setdefault((shape, methods[unit.tensor], alone), []).append((unit, matrix))
+    found: dict[Unit, Tensor] = {}
+    for (_, method, _), members in batches.items():
+        # All lie down: a tall matrix and its transpose of one size share a batch.
+        flat = [m.reshape(u.rows_columns) for u, m in members]
+        stack = torch.stack([m.mT if m.shape[0] > m.shape[1] else m for m in flat])
+        for (unit, _), result in zip(members, orthogonalize(stack, method), strict=True):
+            rows, columns = unit.rows_columns
+            found[unit] = (result.mT if rows > columns else result).reshape(unit.shape)
+    return found
 
 
 def orthogonalize(
-    matrix: Float[Tensor, "rows columns"], method: str = "gram"
-) -> Float[Tensor, "rows columns"]:
+    matrix: Float[Tensor, "*n rows columns"], method: str = "gram"
+) -> Float[Tensor, "*n rows columns"]:
     """About the nearest matrix with orthogonal rows (or columns), by five Newton-Schulz iterations.
 
-    matrix: fp32 or fp64.
+    matrix: fp32 or fp64, or a stack of such.
     method: "gram" iterates on the small square X X^T and multiplies by X once at the end.
     """
     # Wide, so that the square is the smaller one; singular values are at most 1, where the
     # iteration converges.
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
-    x = x / (matrix.norm() + 1e-7)
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
     if method == "standard":
         # X <- a X + (b S + c S^2) X with S = X X^T, which applies an odd polynomial to each
         # singular value.
@@ -156,13 +258,14 @@ def orthogonalize(
             x = _A * x + (_B * square + _C * (square @ square)) @ x
     else:
         square = x @ x.mT
-        factor = torch.eye(len(square), dtype=x.dtype, device=x.device)
+        factor = torch.eye(square.shape[-1], dtype=x.dtype, device=x.device).expand_as(square)
         for _ in range(_ITERATIONS):
             # With P = a + b S + c S^2 the iteration is X <- P X, so S <- P S P, and the product of all
             # P is applied to X at the end. All of these are polynomials in one symmetric matrix, so
             # they commute. The diagonal is computed by itself: a I is added to it.
+            diagonal = square.diagonal(dim1=-2, dim2=-1)
             polynomial = (_B * square + _C * (square @ square)).diagonal_scatter(
-                _A + _B * square.diagonal() + _C * square.square().sum(1)
+                _A + _B * diagonal + _C * square.square().sum(-1), dim1=-2, dim2=-1
             )
             factor = polynomial @ factor
             square = polynomial @ square @ polynomial
@@ -180,10 +283,10 @@ def split_groups(
     adam_lr: float | None = None,
     **others: Any,
 ) -> list[dict[str, Any]]:
-    """Each group as one of hidden matrices and one of the rest, empty ones left out, each with its
-    learning rate.
+    """Each group as one of hidden matrices, one of stacks of them, and one of the rest, empty ones
+    left out, each with its learning rate.
 
-    A group's own ``use_muon`` and ``lr`` are kept.
+    A group's own ``use_muon``, ``stacked`` and ``lr`` are kept.
 
     names: of parameters; None: they must all have ``use_muon`` themselves (UsageError).
     others: parameters of the optimizer that do not matter here.
@@ -192,17 +295,26 @@ def split_groups(
     found = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        wanted = {
-            p: bool(group["use_muon"]) if "use_muon" in group else _hidden(p, names) for p in params
-        }
-        for use in (True, False):
-            members = [p for p in params if wanted[p] is use]
-            if members:
-                found.append({"lr": rates[use], **group, "params": members, "use_muon": use})
+        kinds: dict[tuple[bool, int], list[Any]] = {}
+        for param in params:
+            stacked = int(group["stacked"]) if "stacked" in group else _stacked(param, names)
+            given = bool(group["use_muon"]) if "use_muon" in group else None
+            use = _hidden(param, names, stacked) if given is None else given
+            kinds.setdefault((use, stacked if use else 0), []).append(param)
+        for (use, stacked), members in sorted(kinds.items(), key=lambda kind: not kind[0][0]):
+            kind = {"use_muon": use, "stacked": stacked}
+            found.append({"lr": rates[use], **group, "params": members, **kind})
     return found
 
 
-def _hidden(param: Any, names: Mapping[Any, str] | None) -> bool:
+def _stacked(param: Any, names: Mapping[Any, str] | None) -> int:
+    """How many of the first dimensions number matrices: 1 for experts in one parameter."""
+    if (said := getattr(param, "stacked", None)) is not None:
+        return int(said)
+    return int(names is not None and _STACK.search(names.get(param, "")) is not None)
+
+
+def _hidden(param: Any, names: Mapping[Any, str] | None, stacked: int) -> bool:
     """Whether Muon updates `param`."""
     if (said := getattr(param, "use_muon", None)) is not None:
         return bool(said)
@@ -214,7 +326,5 @@ def _hidden(param: Any, names: Mapping[Any, str] | None) -> bool:
         )
     name = names.get(param, "")
     # The full shape of a parameter that is partitioned already.
-    shape = getattr(param, "ds_shape", param.shape)
-    return (
-        len(shape) >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
-    )
+    dims = len(getattr(param, "ds_shape", param.shape)) - stacked
+    return dims >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)

@@ -37,9 +37,15 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "FusedLion": _entry("lion:FusedLion", "Lion"),
     "CPULion": _entry("lion:CPULion", "Lion"),
     "DeepSpeedCPULion": _entry("lion:DeepSpeedCPULion", "CPULion"),
-    "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor"),
-    "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor"),
-    "Muon": _entry("muon:Muon", "Muon", grain="matrix", groups="ds_optimizers.muon:split_groups"),
+    "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor", collects=True),
+    "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor", collects=True),
+    "Muon": _entry(
+        "muon:Muon",
+        "Muon",
+        grain="matrix",
+        groups="ds_optimizers.muon:split_groups",
+        collects=True,
+    ),
     "SGD": _entry("sgd:SGD", "SGD"),
     "MuAdam": _entry("mup:MuAdam", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
     "MuAdamW": _entry("mup:MuAdamW", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
@@ -135,10 +141,15 @@ def _loss_scale(config: RunConfig) -> list[Problem]:
 
 
 def ds_open(ctx: Context) -> None:
-    """Set the dtype of states: the optimizer exists by now, and its states do not."""
+    """Set the dtype of states, and say where tensors lie: the optimizer exists by now, and its
+    states do not.
+    """
+    from ds_optimizer_kit import bind
+
     from ds_optimizers.unfrozen import note
 
     note(ctx)
+    bind(ctx)
     if ctx.config.core.bf16.enabled and ctx.config.core.bf16.bf16_optimizer_states:
         from ds_optimizers.base import KernelOptimizer
 

@@ -28,7 +28,7 @@ from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.gather.module_hooks import hooks_removed, install_hooks, remove_hooks
 from ds_zero.gather.weights import WeightOwner
 from ds_zero.init.sharded_param import prepare_module, unshard_module
-from ds_zero.offload.placement import OffloadStores
+from ds_zero.offload.placement import OffloadStores, collects, not_evicted
 from ds_zero.offload.state_offload import BACKWARD, FORWARD, OffloadedStates
 from ds_zero.reduce.make import make_reducer
 from ds_zero.updates import Updates
@@ -157,6 +157,15 @@ class ZeroPartitioner(WeightOwner):
 
     def bind(self, optimizer: Optimizer) -> None:
         """See `Partitioner.bind`."""
+        # Its collectives would run once per tile, and ranks have other tiles.
+        if collects(optimizer) and any(b.masters.evicts is not None for b in self.buckets):
+            raise not_evicted(self.section)
+        if collects(optimizer) and self.section.zenflow is not None:
+            raise UsageError(
+                f"zero_optimization.zenflow: {type(optimizer).__name__} needs more than single "
+                "elements of a parameter at once, and the host updates them at times of its own; "
+                "use Adam or AdamW, or leave the section out"
+            )
         self.updates.bind(optimizer)
 
     @contextlib.contextmanager

@@ -26,6 +26,7 @@ from ds_zero.config import ForceOwnOptimizer, switch
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
+    from torch.optim import Optimizer
 
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
@@ -53,6 +54,21 @@ class StatePlacement:
 
 ON_DEVICE = StatePlacement()
 _NONE: Mapping[nn.Parameter, int] = {}
+
+
+def collects(optimizer: Optimizer) -> bool:
+    """Whether its step communicates, so that it must be one step for all parameters."""
+    return hasattr(optimizer, "bind_layout")
+
+
+def not_evicted(section: ZeroConfig) -> UsageError:
+    """What to raise of an optimizer that cannot update one tile after the other."""
+    wanted = section.offload_optimizer
+    assert wanted is not None
+    return UsageError(
+        f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep states in "
+        "memory, which works with element-wise optimizers only, such as Adam; use cpu with this one"
+    )
 
 
 class OffloadStores:
@@ -85,12 +101,7 @@ class OffloadStores:
             self._in_memory_elements = weights.max_in_cpu
         # A tile's step updates ranges of parameters, one bucket after the other.
         if self.optimizer is not None and not self.optimizer.resident and full_tensors:
-            assert wanted is not None
-            raise UsageError(
-                f"zero_optimization.offload_optimizer.device: {wanted.device!r} does not keep "
-                "states in memory, which "
-                "works with element-wise optimizers only, such as Adam; use cpu with this one"
-            )
+            raise not_evicted(section)
         self.deferred = section.zenflow is not None
         self._close = weakref.finalize(
             self, _close, [s for s in (self.optimizer, self.param) if s is not None]

@@ -31,6 +31,7 @@ from ds_core.errors import DSError, UsageError
 from ds_core.partition import Stepper
 from ds_core.process import log_once
 from ds_zero.offload.host_worker import HostWorker
+from ds_zero.offload.placement import collects
 from ds_zero.offload.tiled_step import settings_of
 from ds_zero.reduce.reducer import Reducer
 from ds_zero.updates import Updates
@@ -85,7 +86,8 @@ class SuperOffload(Updates):
         """See `Updates.bind`."""
         reducer = self.owner.reducer
         ctx = self.owner.ctx
-        if ctx.grain != "element" or not hasattr(optimizer, "takes_inputs"):
+        by_buckets = ctx.grain == "element" and not collects(optimizer)
+        if not by_buckets or not hasattr(optimizer, "takes_inputs"):
             raise UsageError(
                 f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use "
                 "Adam, AdamW, Lion, SGD or Adagrad of ds-optimizers, by its name in the config's "

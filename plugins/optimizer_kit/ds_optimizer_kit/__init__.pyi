@@ -1,0 +1,9 @@
+from ds_optimizer_kit.deal import deal as deal
+from ds_optimizer_kit.exchange import MatrixExchange as MatrixExchange
+from ds_optimizer_kit.exchange import Unit as Unit
+from ds_optimizer_kit.layout import Held as Held
+from ds_optimizer_kit.layout import Lane as Lane
+from ds_optimizer_kit.layout import Layout as Layout
+from ds_optimizer_kit.layout import ParamPart as ParamPart
+from ds_optimizer_kit.layout import bind as bind
+from ds_optimizer_kit.layout import layout_of as layout_of

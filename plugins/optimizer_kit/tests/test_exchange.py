@@ -1,0 +1,117 @@
+"""Whole matrices from any parts, and back; sums over them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from ds_optimizer_kit import Held, Lane, Layout, MatrixExchange, ParamPart
+from ds_run_state.slices import Slice
+from ds_testing import run_ranks
+from torch import Tensor
+
+SHAPES = [(5, 7), (8, 3), (6, 6), (4, 5, 3), (1, 9), (3, 2, 2)]
+STACKED = [0, 0, 0, 1, 0, 1]
+
+
+def halves(shape: tuple[int, ...], dim: int, at: int, how: str) -> Slice:
+    """The slice of one of two ranks along tp."""
+    size = shape[dim]
+    if how == "fused":  # two ranges: as of queries and keys in one parameter
+        cut = size // 2
+        ranges = ((0, cut // 2), (cut, (size - cut) // 2))
+        if at:
+            ranges = ((cut // 2, cut - cut // 2), (cut + (size - cut) // 2, size - cut - (size - cut) // 2))
+        return Slice.of(shape).keep("tp", dim, ranges)
+    return Slice.of(shape).cut("tp", dim, (size // 3) * at, size - size // 3 if at else size // 3)
+
+
+def parts_of(world: int, seed: int) -> list[tuple[tuple[int, ...], list[Held]]]:
+    """What each of `world` ranks has of each parameter: whole, cut by ranges, by slices, or both."""
+    rng = random.Random(seed)
+    found = []
+    for shape in SHAPES:
+        how = rng.choice(["whole", "ranges", "slices", "fused", "both"])
+        dim = rng.randrange(len(shape))
+        if how == "fused":
+            dim = max(range(len(shape)), key=lambda d: shape[d])
+        ranks = []
+        for rank in range(world):
+            tp = rank % 2 if how in ("slices", "fused", "both") else 0
+            piece = halves(shape, dim, tp, how) if how not in ("whole", "ranges") else Slice.of(shape)
+            size = torch.Size(piece.size).numel()
+            if how == "ranges":
+                ends = [size * i // world for i in range(world + 1)]
+                ranks.append(Held(piece, ends[rank], ends[rank + 1]))
+            elif how == "both":
+                count = world // 2
+                ends = [size * i // count for i in range(count + 1)]
+                ranks.append(Held(piece, ends[rank // 2], ends[rank // 2 + 1]))
+            else:
+                ranks.append(Held(piece, 0, size))
+        found.append((shape, ranks))
+    return found
+
+
+def exchanged(seed: int) -> list[int]:
+    """Doubles every matrix on its owner, and looks at what comes back."""
+    from ds_core import comm
+
+    rank = comm.rank()
+    world = comm.world_size()
+    lane = Lane(("dp",), torch.distributed.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    full = []
+    stacked: dict[Tensor, int] = {}
+    values: dict[Tensor, Tensor] = {}
+    wanted: dict[Tensor, Any] = {}
+    for number, (shape, ranks) in enumerate(parts_of(world, seed)):
+        generator = torch.Generator().manual_seed(number)
+        full.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+        held = ranks[rank]
+        mine = held.slice.take(full[-1]).reshape(-1)[held.start : held.stop].clone()
+        lane.parts[mine] = ParamPart(str(number), shape, tuple(ranks), rank)
+        stacked[mine] = STACKED[number]
+        values[mine] = mine
+        wanted[mine] = full[-1]
+    layout = Layout([lane])
+    sums = layout.sums({t: t.square().sum().view(1) for t in values if t.numel()})
+    for tensor, total in sums.items():
+        torch.testing.assert_close(total[0], wanted[tensor].square().sum())
+    exchange = MatrixExchange(layout, stacked)
+    left_out = {t for t in stacked if lane.parts[t].name == "1"}
+    for used in (set(stacked), set(stacked) - left_out):
+        exchange.start({t: v for t, v in values.items() if t in used and t.numel()}, used)
+        owned = [pair for some in exchange.finish() for pair in some]
+        for unit, matrix in owned:
+            assert matrix.shape == unit.shape
+            whole = full[int(unit.name)]
+            assert any(
+                torch.equal(matrix, each)
+                for each in (whole if whole.shape != unit.shape else whole[None])
+            ), unit.name
+        back = exchange.give_back({unit: 2 * matrix for unit, matrix in owned})
+        assert {t for t in used if t.numel()} == set(back)
+        for tensor, result in back.items():
+            assert torch.equal(result, 2 * tensor), lane.parts[tensor].name
+    return [len(owned)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_matrices_and_back(seed: int) -> None:
+    counts = run_ranks(4, exchanged, seed)
+    # without one matrix that was left out, each is transformed once
+    matrices = sum(shape[0] if stack else 1 for shape, stack in zip(SHAPES, STACKED, strict=True))
+    assert sum(count for (count,) in counts) == matrices - 1
+
+
+def test_one_process_has_full_tensors() -> None:
+    tensors = [torch.randn(3, 4), torch.randn(2, 3, 2)]
+    exchange = MatrixExchange(Layout.local(tensors), {tensors[0]: 0, tensors[1]: 1})
+    exchange.start({t: t for t in tensors}, tensors)
+    ((*owned,),) = exchange.finish()
+    assert [unit.shape for unit, _ in owned] == [(3, 4), (3, 2), (3, 2)]
+    back = exchange.give_back({unit: -matrix for unit, matrix in owned})
+    for tensor in tensors:
+        assert torch.equal(back[tensor].view_as(tensor), -tensor)

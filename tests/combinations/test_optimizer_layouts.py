@@ -1,0 +1,150 @@
+"""Optimizers that look beyond one element, under every layout: losses and weights of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models as m
+from ds_testing import run_ranks
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Muon": {"lr": 0.01, "weight_decay": 0.1},
+    "Lamb": {"lr": 0.01, "weight_decay": 0.1},
+}
+MICROS = 2
+STEPS = 3
+TP = {"tensor_parallel": {"autotp_size": 2}}
+SP = {"sequence_parallel": {"size": 2, "inputs": m.INPUTS}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+LAYOUTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dp": (m.whole, m.whole, {}),
+    "spare": (m.spare, m.spare, {}),
+    "tp": (m.whole, m.whole, TP),
+    "ep": (m.divided_experts, m.experts, {}),
+    "ep tp": (m.divided_experts, m.experts, TP),
+    "sp": (m.whole, m.whole, SP),
+    "experts": (m.experts, m.experts, {}),
+}
+
+
+def config(kind: str, stage: int, offload: bool, clip: float, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": 150, **(OFFLOAD if offload else {})}
+    return {
+        "train_micro_batch_size_per_gpu": m.MICRO,
+        "gradient_accumulation_steps": MICROS,
+        "gradient_clipping": clip,
+        "optimizer": {"type": kind, "params": KINDS[kind]},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def optimizer_of(kind: str, model: Any) -> Any:
+    import ds_optimizers
+    from ds_optimizers.muon import split_groups
+
+    names = {p: n for n, p in model.named_parameters()}
+    groups: Any = [{"params": list(names)}]
+    groups = split_groups(groups, names, **KINDS[kind]) if kind == "Muon" else groups
+    return getattr(ds_optimizers, kind)(groups, **KINDS[kind])
+
+
+def plain(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: range) -> Any:
+    """The model, and its losses, in one process."""
+    import torch
+
+    model = make().to(getattr(torch, dtype))
+    optimizer = optimizer_of(kind, model)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for micro in range(MICROS):
+            for place in range(ranks):
+                loss = model(**m.batch(step, micro, place)) / (MICROS * ranks)
+                loss.backward()
+                losses[-1] += loss.item()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(
+                [p for p in model.parameters() if p.grad is not None], clip
+            )
+        optimizer.step()
+    return model, losses
+
+
+def trained(
+    layout: str, kind: str, stage: int, offload: bool, clip: float, dtype: str = "float64"
+) -> dict[str, float]:
+    """How far a few steps under a layout are from one process."""
+    import torch
+    from ds_testing.truth import relative, whole_weights
+
+    import ds_core
+    from ds_core import comm
+
+    make, single, more = LAYOUTS[layout]
+    settings = config(kind, stage, offload, clip, **more)
+    engine, *_ = ds_core.initialize(model=make().to(getattr(torch, dtype)), config=settings)
+    mesh = engine.ctx.mesh
+    ranks = mesh.size("batch")
+    losses = []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for micro in range(MICROS):
+            loss = engine(**m.batch(step, micro, mesh.index("batch")))
+            engine.backward(loss)
+            engine.step()
+            losses[-1] += loss.item() / MICROS
+    everyone = comm.all_gather_json(losses)
+    found = whole_weights(engine)
+    engine.destroy()
+    model, wanted = plain(kind, single, ranks, clip, dtype, range(STEPS))
+    mean = [sum(row) / len(everyone) for row in zip(*everyone, strict=True)]
+    off = {n: relative(found[n], p.detach().double()) for n, p in model.named_parameters()}
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(mean, wanted, strict=True)),
+        **off,
+    }
+
+
+CASES = [
+    (layout, kind, world, stage, offload, clip)
+    for layout in LAYOUTS
+    for kind in KINDS
+    for world in ((4,) if layout == "ep tp" else (2, 4))
+    for stage in range(4)
+    for offload in (False, True)
+    for clip in (0.0, 0.3)
+    if stage or not offload
+    if not (stage == 3 and layout == "ep tp")
+]
+SAMPLE = [
+    ("dp", "Muon", 2, 1, False, 0.3),
+    ("dp", "Lamb", 2, 3, True, 0.0),
+    ("tp", "Muon", 2, 0, False, 0.3),
+    ("tp", "Lamb", 2, 1, False, 0.3),
+    ("tp", "Muon", 4, 3, True, 0.3),
+    ("tp", "Lamb", 4, 2, False, 0.0),
+    ("ep", "Muon", 2, 2, False, 0.3),
+    ("ep", "Lamb", 4, 1, True, 0.3),
+    ("sp", "Muon", 2, 3, False, 0.0),
+    ("spare", "Muon", 2, 2, False, 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "world", "stage", "offload", "clip"),
+    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in SAMPLE)],
+)
+def test_every_layout_trains_as_one_process(
+    layout: str, kind: str, world: int, stage: int, offload: bool, clip: float
+) -> None:
+    for rank in run_ranks(world, trained, layout, kind, stage, offload, clip):
+        worst = max(rank, key=rank.__getitem__)
+        assert rank[worst] <= 1e-10, (worst, rank[worst])
