@@ -140,7 +140,10 @@ SAMPLE = [
 
 @pytest.mark.parametrize(
     ("layout", "kind", "world", "stage", "offload", "clip"),
-    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in SAMPLE)],
+    [
+        *SAMPLE,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in SAMPLE),
+    ],
 )
 def test_every_layout_trains_as_one_process(
     layout: str, kind: str, world: int, stage: int, offload: bool, clip: float

@@ -23,7 +23,10 @@ def halves(shape: tuple[int, ...], dim: int, at: int, how: str) -> Slice:
         cut = size // 2
         ranges = ((0, cut // 2), (cut, (size - cut) // 2))
         if at:
-            ranges = ((cut // 2, cut - cut // 2), (cut + (size - cut) // 2, size - cut - (size - cut) // 2))
+            ranges = (
+                (cut // 2, cut - cut // 2),
+                (cut + (size - cut) // 2, size - cut - (size - cut) // 2),
+            )
         return Slice.of(shape).keep("tp", dim, ranges)
     return Slice.of(shape).cut("tp", dim, (size // 3) * at, size - size // 3 if at else size // 3)
 
@@ -40,7 +43,9 @@ def parts_of(world: int, seed: int) -> list[tuple[tuple[int, ...], list[Held]]]:
         ranks = []
         for rank in range(world):
             tp = rank % 2 if how in ("slices", "fused", "both") else 0
-            piece = halves(shape, dim, tp, how) if how not in ("whole", "ranges") else Slice.of(shape)
+            piece = (
+                halves(shape, dim, tp, how) if how not in ("whole", "ranges") else Slice.of(shape)
+            )
             size = torch.Size(piece.size).numel()
             if how == "ranges":
                 ends = [size * i // world for i in range(world + 1)]

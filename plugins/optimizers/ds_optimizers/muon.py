@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from ds_optimizer_kit import Layout, MatrixExchange
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_optimizer_kit import Layout, MatrixExchange
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer
 
