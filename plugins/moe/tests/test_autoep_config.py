@@ -339,8 +339,7 @@ def other_ways() -> list[str]:
         attempt(settings(2, 3), model=models[0]),
         attempt(settings(2, 3, **OWN_PATTERNS), model=models[1]),
     ]
-    muon = settings(2, 0) | {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
-    muon["plugins"]["load"].append("ds_optimizers.plugin")
+    muon = settings(2, 0) | {"optimizer": {"type": "torch.optim.Muon", "params": {"lr": 0.01}}}
     said.append(attempt(muon))
     said.append(attempt(muon | {"expert_parallel": {"enabled": True}}))
     module = ModuleType("own_units")  # makes a mesh of any unit

@@ -301,7 +301,7 @@ def split_groups(
             given = bool(group["use_muon"]) if "use_muon" in group else None
             use = _hidden(param, names, stacked) if given is None else given
             kinds.setdefault((use, stacked if use else 0), []).append(param)
-        for (use, stacked), members in sorted(kinds.items(), key=lambda kind: not kind[0][0]):
+        for (use, stacked), members in sorted(kinds.items(), key=lambda k: (not k[0][0], k[0][1])):
             kind = {"use_muon": use, "stacked": stacked}
             found.append({"lr": rates[use], **group, "params": members, **kind})
     return found
