@@ -151,3 +151,70 @@ def test_every_layout_trains_as_one_process(
     for rank in run_ranks(world, trained, layout, kind, stage, offload, clip):
         worst = max(rank, key=rank.__getitem__)
         assert rank[worst] <= 1e-10, (worst, rank[worst])
+
+
+TOTAL = 4
+"""Micro-batches of a step, over any number of ranks."""
+
+
+def half(folder: str, kind: str, layout: str, stage: int, ranks: int, load: bool) -> dict[str, Any]:
+    """Two steps and a checkpoint, or the two steps after it: the weights.
+
+    ranks: with batches of their own.
+    """
+    from ds_testing.truth import whole_weights
+
+    import ds_core
+
+    make, _, more = LAYOUTS[layout]
+    settings = config(kind, stage, False, 0.3, **more)
+    settings["gradient_accumulation_steps"] = TOTAL // ranks
+    engine, *_ = ds_core.initialize(model=make().double(), config=settings)
+    first = engine.ctx.mesh.index("batch") * (TOTAL // ranks)
+    if load:
+        engine.load_checkpoint(folder)
+    for step in (2, 3) if load else (0, 1):
+        for micro in range(TOTAL // ranks):
+            engine.backward(engine(**m.batch(step, 0, first + micro)))
+            engine.step()
+    if not load:
+        engine.save_checkpoint(folder)
+    found = whole_weights(engine)
+    engine.destroy()
+    return found
+
+
+ROUTES = [
+    ("Muon", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
+    ("Lamb", ("dp", 3, 2, 2), ("tp", 1, 4, 2)),
+    ("Muon", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
+    ("Lamb", ("ep", 2, 4, 4), ("experts", 0, 1, 1)),
+    ("Muon", ("dp", 0, 2, 2), ("tp", 3, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then"),
+    [ROUTES[0], *(pytest.param(*route, marks=pytest.mark.slow) for route in ROUTES[1:])],
+)
+def test_states_go_through_checkpoints_to_another_layout(
+    kind: str, first: Any, then: Any, tmp_path: Path
+) -> None:
+    import torch
+    from ds_testing.truth import relative
+
+    layout, stage, world, ranks = first
+    run_ranks(world, half, str(tmp_path), kind, layout, stage, ranks, False)
+    layout, stage, world, ranks = then
+    found = run_ranks(world, half, str(tmp_path), kind, layout, stage, ranks, True)
+    model = LAYOUTS[layout][1]().double()
+    optimizer = optimizer_of(kind, model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for index in range(TOTAL):
+            (model(**m.batch(step, 0, index)) / TOTAL).backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.3)
+        optimizer.step()
+    for rank in found:
+        for name, param in model.named_parameters():
+            assert relative(rank[name], param.detach()) <= 1e-10, name

@@ -7,3 +7,4 @@ from ds_optimizer_kit.layout import Layout as Layout
 from ds_optimizer_kit.layout import ParamPart as ParamPart
 from ds_optimizer_kit.layout import bind as bind
 from ds_optimizer_kit.layout import layout_of as layout_of
+from ds_optimizer_kit.matrix_optimizer import MatrixOptimizer as MatrixOptimizer

@@ -21,13 +21,13 @@ from torch import Tensor
 from ds_core import comm
 from ds_core.comm import ALONE
 from ds_core.errors import UsageError
-from ds_core.params import COUNTED_ELSEWHERE
+from ds_core.partition import COUNTED_ELSEWHERE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ds_core.context import Context
-    from ds_core.params import ParamInfo
+    from ds_core.partition import ParamInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def bind(ctx: Context) -> None:
 
     Collective.
     """
-    optimizer = ctx.engine.optimizer
+    optimizer: Any = ctx.engine.optimizer
     if hasattr(optimizer, "bind_layout"):
         optimizer.bind_layout(layout_of(ctx))
 
@@ -188,7 +188,8 @@ def layout_of(ctx: Context) -> Layout:
     mesh = ctx.mesh
     slices = ctx.stash.get(SLICES) or {}
     _check_slices(ctx, slices)
-    tied = set(ctx.stash.get(COUNTED_ELSEWHERE) or ())
+    copies = ctx.stash.get(COUNTED_ELSEWHERE)
+    tied = set(copies) if copies is not None else set()
     if ctx.world_size > 1:
         # The original is on another rank than its copy, which alone is noted.
         tied = {name for names in comm.all_gather_json(sorted(tied)) for name in names}

@@ -14,7 +14,7 @@ from ds_optimizers.base import KernelOptimizer
 if TYPE_CHECKING:
     from ds_optimizer_kit import Layout
 
-    from ds_core.stepping import StepInputs
+    from ds_core.partition import StepInputs
 
 
 class CollectingOptimizer(KernelOptimizer):

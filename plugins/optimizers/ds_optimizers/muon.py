@@ -13,12 +13,12 @@ does it, and comes back as an update: `ds_optimizer_kit.MatrixExchange`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from ds_optimizer_kit import Layout, MatrixExchange
+from ds_optimizer_kit.matrix_optimizer import is_matrix, stack_dims
 from torch import Tensor
 
 from ds_core.errors import UsageError
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 METHODS = ("gram", "standard")
-_NOT_HIDDEN = ("embed", "lm_head")
-# All experts of a layer in one parameter; "experts.3.up.weight" is a matrix of one of them.
-_STACK = re.compile(r"\bexperts\.(?!\d)")
 # Chosen by Jordan et al. (2024) for a steep start: singular values end between about 0.7 and 1.2.
 _A = 3.4445
 _B = -4.7750
@@ -297,7 +294,8 @@ def split_groups(
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         kinds: dict[tuple[bool, int], list[Any]] = {}
         for param in params:
-            stacked = int(group["stacked"]) if "stacked" in group else _stacked(param, names)
+            name = "" if names is None else names.get(param, "")
+            stacked = int(group["stacked"]) if "stacked" in group else stack_dims(param, name)
             given = bool(group["use_muon"]) if "use_muon" in group else None
             use = _hidden(param, names, stacked) if given is None else given
             kinds.setdefault((use, stacked if use else 0), []).append(param)
@@ -305,13 +303,6 @@ def split_groups(
             kind = {"use_muon": use, "stacked": stacked}
             found.append({"lr": rates[use], **group, "params": members, **kind})
     return found
-
-
-def _stacked(param: Any, names: Mapping[Any, str] | None) -> int:
-    """How many of the first dimensions number matrices: 1 for experts in one parameter."""
-    if (said := getattr(param, "stacked", None)) is not None:
-        return int(said)
-    return int(names is not None and _STACK.search(names.get(param, "")) is not None)
 
 
 def _hidden(param: Any, names: Mapping[Any, str] | None, stacked: int) -> bool:
@@ -324,7 +315,4 @@ def _hidden(param: Any, names: Mapping[Any, str] | None, stacked: int) -> bool:
             "matrix; set its attribute use_muon, give groups with use_muon, or name Muon in the "
             "config, which splits by name"
         )
-    name = names.get(param, "")
-    # The full shape of a parameter that is partitioned already.
-    dims = len(getattr(param, "ds_shape", param.shape)) - stacked
-    return dims >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
+    return is_matrix(param, names.get(param, ""), stacked)

@@ -1,0 +1,103 @@
+"""Muon's step on the shapes of SmolLM2-135M: in batches of one shape, matrix by matrix, and the
+matrix products alone.
+
+`products` orthogonalises the same matrices, already stacked; `matrix by matrix` is the same step
+with a batch for each matrix. All are measured in turns; the smallest time of each counts.
+
+    python benchmarks/optimizers.py [--layers 30] [--rounds 5] [--device cpu] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from ds_optimizers import Muon, muon
+from torch import Tensor, nn
+
+WIDTH = 576
+INNER = 1536
+KEYS = 192
+VOCABULARY = 49152
+LAYER = (
+    (WIDTH, WIDTH),
+    (KEYS, WIDTH),
+    (KEYS, WIDTH),
+    (WIDTH, WIDTH),
+    (INNER, WIDTH),
+    (INNER, WIDTH),
+    (WIDTH, INNER),
+)
+
+
+def parameters(layers: int, device: str) -> list[nn.Parameter]:
+    """Those of the model, with gradients and marked for Muon."""
+    made = []
+    for shape in [*(LAYER * layers), (VOCABULARY, WIDTH), *[(WIDTH,)] * (2 * layers + 1)]:
+        param = nn.Parameter(torch.randn(shape, device=device) * 0.02)
+        param.grad = torch.randn(shape, device=device) * 1e-3
+        param.use_muon = len(shape) == 2 and shape[0] != VOCABULARY  # type: ignore[attr-defined]
+        made.append(param)
+    return made
+
+
+def stacks(layers: int, device: str) -> list[Tensor]:
+    """The matrices that are orthogonalised, those of one shape (lying down) together."""
+    shapes = [tuple(sorted(shape)) for shape in LAYER * layers]
+    return [
+        torch.randn(shapes.count(shape), *shape, device=device) for shape in sorted(set(shapes))
+    ]
+
+
+def contestants(layers: int, device: str) -> dict[str, Callable[[], object]]:
+    batched = Muon(parameters(layers, device), lr=1e-3)
+    single = Muon(parameters(layers, device), lr=1e-3)
+    ready = stacks(layers, device)
+
+    def one_by_one() -> None:
+        together = muon.orthogonalize_all
+        muon.orthogonalize_all = lambda matrices, methods: {  # type: ignore[assignment]
+            unit: found for pair in matrices for unit, found in together([pair], methods).items()
+        }
+        try:
+            single.step()
+        finally:
+            muon.orthogonalize_all = together
+
+    return {
+        "step": batched.step,
+        "matrix by matrix": one_by_one,
+        "products": lambda: [muon.orthogonalize(stack) for stack in ready],
+    }
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    begin = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    runs = contestants(given.layers, given.device)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(given.rounds + 1):  # the first one allocates states
+        for name, run in runs.items():
+            times[name].append(seconds(run, given.device))
+    best = {name: min(found[1:]) for name, found in times.items()}
+    for name, value in best.items():
+        print(f"{name:18} {value:8.3f} s  {value / best['products']:5.2f} x products")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""A base for optimizers of matrices: whoever inherits writes ``update`` and knows of no layout."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_optimizer_kit.exchange import MatrixExchange, Unit, product_cost
+from ds_optimizer_kit.layout import Layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    from ds_core.partition import StepInputs
+
+Group = dict[str, Any]
+
+_NOT_HIDDEN = ("embed", "lm_head")
+# "experts.up.weight" has the matrices of all experts, "experts.3.up.weight" that of one.
+_STACK = re.compile(r"\bexperts\.(?!\d)")
+
+
+class MatrixOptimizer(Optimizer):
+    """Matrices by `update`, the rest by AdamW, under any layout.
+
+    A group of matrices has ``matrices`` true (`split` makes it so by shape and name). States of a
+    matrix's own shape are made by `prepare`, which works element by element on what this rank has;
+    what it returns is brought to one rank per matrix, whole, and stacked by shape.
+    """
+
+    takes_inputs = True
+
+    def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
+        super().__init__(
+            params,
+            {
+                "matrices": True,
+                "stacked": 0,
+                "weight_decay": 0.0,
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                **defaults,
+            },
+        )
+        self._layout: Layout | None = None
+        self._exchange: tuple[list[int], MatrixExchange] | None = None
+
+    # -- what a subclass writes --------------------------------------------------------------------
+
+    def prepare(self, group: Group, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        """Update the element-wise `state` from `grad`; what is to be transformed. Here: `grad`.
+
+        grad: this rank's elements of one matrix's gradient, flat or in its shape.
+        """
+        return grad
+
+    @abstractmethod
+    def update(
+        self, stack: Float[Tensor, "n rows columns"], group: Group
+    ) -> Float[Tensor, "n rows columns"]:
+        """What to subtract of the matrices, times the learning rate, from what `prepare` gave."""
+
+    def cost(self, rows: int, columns: int) -> float:
+        """What `update` takes for one matrix, in any unit: by this, matrices are shared out."""
+        return product_cost(rows, columns)
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def bind_layout(self, layout: Layout) -> None:
+        """Where the tensors of this optimizer lie in full parameters; without it they are full."""
+        self._layout = layout
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None
+    ) -> Any:
+        """One update of every parameter that has a gradient; see `ds_core.partition.StepInputs`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        given = self._gradients(inputs)
+        copies = self._copies(inputs)
+        matrices = {p: g for g in self.param_groups if g["matrices"] for p in g["params"]}
+        having = [p for p in matrices if p in given]
+        used = set(having) if self._layout is None else self._layout.used(having)
+        # 1. What this rank has of each matrix. Where others have a gradient, none here is zero.
+        values = {
+            p: self.prepare(g, given.get(p, torch.zeros_like(p)), self.state[p]).reshape(-1)
+            for p, g in matrices.items()
+            if p in used and p.numel()
+        }
+        exchange = self._matrices(matrices)
+        exchange.start(values, used)
+        # 2. While matrices are on their way: everything else.
+        for group in self.param_groups:
+            if not group["matrices"]:
+                for param in group["params"]:
+                    if param in given:
+                        adamw(param, given[param], self.state[param], group)
+        # 3. The matrices that this rank is to transform, and back.
+        results: dict[Unit, Tensor] = {}
+        for owned in exchange.finish():
+            results.update(self._transform(owned, matrices))
+        for param, change in exchange.give_back(results).items():
+            group = matrices[param]
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.sub_(group["lr"] * change.view(param.shape).to(param))
+        for param, copy in copies.items():
+            if param in given or param in used:
+                copy.copy_(param)
+        return loss
+
+    def _gradients(self, inputs: StepInputs | None) -> dict[Tensor, Tensor]:
+        """By parameter, in its dtype, unscaled and clipped."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        grads: Sequence[Tensor | None] = [p.grad for p in params]
+        scale = 1.0
+        if inputs is not None:
+            grads = grads if inputs.grads is None else inputs.grads
+            scale = inputs.scale
+        return {
+            p: grad.to(p.dtype) if scale == 1 else grad.to(p.dtype) * scale
+            for p, grad in zip(params, grads, strict=True)
+            if grad is not None
+        }
+
+    def _copies(self, inputs: StepInputs | None) -> dict[Tensor, Tensor]:
+        if inputs is None or inputs.copies is None:
+            return {}
+        params = [p for g in self.param_groups for p in g["params"]]
+        pairs = zip(params, inputs.copies, strict=True)
+        return {p: copy for p, copy in pairs if copy is not None}
+
+    def _matrices(self, matrices: Mapping[Tensor, Group]) -> MatrixExchange:
+        ids = list(map(id, matrices))
+        if self._exchange is None or self._exchange[0] != ids:
+            layout = Layout.local(matrices) if self._layout is None else self._layout
+            stacked = {p: g["stacked"] for p, g in matrices.items()}
+            self._exchange = (ids, MatrixExchange(layout, stacked, self.cost))
+        return self._exchange[1]
+
+    def _transform(
+        self, owned: Iterable[tuple[Unit, Tensor]], groups: Mapping[Tensor, Group]
+    ) -> dict[Unit, Tensor]:
+        """`update` of the matrices of each group and shape at once."""
+        batches: dict[tuple[Any, ...], list[tuple[Unit, Tensor]]] = {}
+        for unit, matrix in owned:
+            # A tied weight by itself: copies on other ranks must stay equal bit for bit.
+            key = (id(groups[unit.tensor]), unit.rows_columns, unit if unit.tied else None)
+            batches.setdefault(key, []).append((unit, matrix.reshape(unit.rows_columns)))
+        found: dict[Unit, Tensor] = {}
+        for members in batches.values():
+            group = groups[members[0][0].tensor]
+            changes = self.update(torch.stack([matrix for _, matrix in members]), group)
+            for (unit, _), change in zip(members, changes, strict=True):
+                found[unit] = change.reshape(unit.shape)
+        return found
+
+
+def adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: Group) -> None:
+    """One step of AdamW (Loshchilov & Hutter 2019) in place."""
+    beta1, beta2 = group["betas"]
+    if not state:
+        state["step"] = torch.zeros(())
+        state["exp_avg"] = torch.zeros_like(param)
+        state["exp_avg_sq"] = torch.zeros_like(param)
+    state["step"] += 1
+    count = float(state["step"])
+    state["exp_avg"].lerp_(grad, 1 - beta1)
+    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    size = group["lr"] / (1 - beta1**count)
+    deviation = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
+    param.mul_(1 - group["lr"] * group["weight_decay"])
+    param.addcdiv_(state["exp_avg"], deviation, value=-size)
+
+
+def split(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **others: Any
+) -> list[Group]:
+    """Each group as one of matrices and one of the rest; for ``OptimizerEntry(groups=...)``.
+
+    Matrices have two dimensions or more and are neither embeddings nor the head, by name.
+    """
+    found: list[Group] = []
+    for group in groups:
+        kinds: dict[tuple[bool, int], list[Any]] = {}
+        for param in group["params"]:
+            name = names.get(param, "")
+            stacked = stack_dims(param, name)
+            matrices = is_matrix(param, name, stacked)
+            kinds.setdefault((matrices, stacked if matrices else 0), []).append(param)
+        # Matrices first, then stacks of them, then the rest: the same groups on every rank.
+        for (matrices, stacked), some in sorted(
+            kinds.items(), key=lambda k: (not k[0][0], k[0][1])
+        ):
+            found.append({**group, "params": some, "matrices": matrices, "stacked": stacked})
+    return found
+
+
+def stack_dims(param: Tensor, name: str) -> int:
+    """How many of the first dimensions number matrices: 1 for all experts in one parameter.
+
+    The attribute ``stacked`` of the parameter says so, or its name.
+    """
+    said = getattr(param, "stacked", None)
+    return int(_STACK.search(name) is not None) if said is None else int(said)
+
+
+def is_matrix(param: Tensor, name: str, stacked: int = 0) -> bool:
+    """Whether a parameter of the model, of this name, is a hidden matrix, or a stack of such."""
+    # Of a parameter that is partitioned already, the full shape.
+    dims = len(getattr(param, "ds_shape", param.shape)) - stacked
+    return dims >= 2 and not param.is_complex() and not any(word in name for word in _NOT_HIDDEN)
