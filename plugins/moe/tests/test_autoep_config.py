@@ -341,7 +341,10 @@ def other_ways() -> list[str]:
     ]
     muon = settings(2, 0) | {"optimizer": {"type": "torch.optim.Muon", "params": {"lr": 0.01}}}
     said.append(attempt(muon))
-    said.append(attempt(muon | {"expert_parallel": {"enabled": True}}))
+    # That of ds-optimizers collects whole matrices from all ranks.
+    muon["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
+    muon["plugins"]["load"].append("ds_optimizers.plugin")
+    said.append(attempt(muon))
     module = ModuleType("own_units")  # makes a mesh of any unit
     vars(module)["ds_mesh"] = lambda rank, world_size: plan_mesh([], world_size, rank)
     sys.modules[module.__name__] = module
@@ -355,7 +358,7 @@ def other_ways() -> list[str]:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    for fused, listed, muon, alone, mpu, again in run_ranks(2, other_ways):
+    for fused, listed, muon, collecting, mpu, again in run_ranks(2, other_ways):
         assert "experts.gate_up_proj has no elements here" in fused and "without zero.Init" in fused
         assert "stack.0.moe.pool.0.opening.weight has no elements here" in listed
         assert (
@@ -366,7 +369,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
             "takes each of them as one matrix; use an optimizer that works element by element"
             in muon
         )
-        assert alone == "nothing"
+        assert collecting == "nothing"
         assert "expert_parallel.autoep_size: 2 needs a mesh axis of that size; leave out mpu" in mpu
         assert "has only this rank's share of experts" in again and "destroy that engine" in again
 
