@@ -7,6 +7,7 @@ group is itself a collective.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -55,6 +56,8 @@ class Mesh:
         self.alias = dict.fromkeys(("dp", "batch"), alias.get("dp", ("dp",))) | alias
         self.coord = dict(zip(self.names, self._places()[rank], strict=True))
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        # Those that `close` destroys.
+        self._made: list[ProcessGroup] = []
         self._ranks: dict[tuple[str, ...], list[int]] = {}  # along those axes
 
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
@@ -125,8 +128,9 @@ class Mesh:
     def own_group(self, *axes: str, only: Sequence[int] | None = None) -> ProcessGroup:
         """Make another process group along `axes`, for this caller alone, and open its transport.
 
-        Collective over the world: all ranks give the same arguments. Messages on it meet no others;
-        whoever needs it no longer destroys it with ``torch.distributed.destroy_process_group``.
+        Collective over the world: all ranks give the same arguments. Messages on it meet no others.
+        It lives as long as the mesh; who needs it no longer may destroy it before, with
+        ``torch.distributed.destroy_process_group``.
 
         only: the positions along `axes` that take part; None: all. Gives `ALONE` on ranks that are
         alone in it.
@@ -152,7 +156,23 @@ class Mesh:
             if len(row) > 1:
                 group = dist.new_group(list(row), timeout=timeout)
                 own = group if self.rank in row else own
+        if own is not ALONE:
+            self._made.append(own)
         return own
+
+    def close(self) -> None:
+        """Destroy the groups that this mesh has made.
+
+        torch keeps a group, with its threads and connections, until it is destroyed. All ranks call
+        it, but none waits for others.
+        """
+        import torch.distributed as dist
+
+        while self._made:
+            # Who made the group may have destroyed it, or all groups.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(self._made.pop())
+        self._groups.clear()
 
     def _rows(self, combo: tuple[str, ...]) -> list[list[int]]:
         """The ranks of every group along `combo`, in the same order on all ranks."""

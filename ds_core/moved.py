@@ -137,7 +137,7 @@ class _Loader:
         renamed = NAMES.get(old, {})
 
         def find(name: str) -> Any:
-            if not hasattr(home, name) and name in renamed:
+            if name in renamed and name not in vars(home):
                 return _from(f"{old}.{name}", renamed[name])
             return getattr(home, name)
 

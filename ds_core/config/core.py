@@ -251,14 +251,9 @@ class CoreConfig(Section):
         """Take ``fp16.clip`` as ``gradient_clipping``; a value that is not a number is left for its
         own error.
         """
-        inner = data.get("fp16") if isinstance(data, dict) else None
-        clip = inner.get("clip") if isinstance(inner, dict) else None
-        if (
-            inner is None
-            or isinstance(clip, bool)
-            or not isinstance(clip, (int, float))
-            or clip < 0
-        ):
+        inner: Any = data.get("fp16") if isinstance(data, dict) else None
+        clip: Any = inner.get("clip") if isinstance(inner, dict) else None
+        if type(clip) not in (int, float) or clip < 0:
             return data
         both = "gradient_clipping" in data
         fp16 = {key: value for key, value in inner.items() if key != "clip"}

@@ -71,6 +71,8 @@ class GradientHooks:
         # In a backward that the engine did not start, and after which `leave` will be called.
         self._entered = False
         self._handles: list[Any] = []
+        # An engine that is dropped takes its hooks along.
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
         # A flag of its own: if all parameters are frozen, hooks are installed and `_handles` is
         # empty.
         self._installed = False
@@ -105,16 +107,18 @@ class GradientHooks:
         self._changed |= self._trainable != before
         self._installed = self.partitioner.takes_gradients or self._origin_matters()
         if self._installed:
-            hook = _call_while_alive(self)
-            self._handles = [
-                p.register_post_accumulate_grad_hook(hook) for p in trained if p.requires_grad
+            # Not a bound method: the garbage collector does not see what a parameter's hook refers
+            # to, so an engine that is dropped without `destroy` would never be freed.
+            ref: Any = weakref.ref(self)
+            self._handles += [
+                p.register_post_accumulate_grad_hook(lambda p: ref()._on_gradient(p))
+                for p in trained
+                if p.requires_grad
             ]
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove_all(self._handles)
         self._installed = False
 
     def _origin_matters(self) -> bool:
@@ -263,20 +267,10 @@ class GradientHooks:
             self.joint.forget()
 
 
-def _call_while_alive(hooks: GradientHooks) -> Callable[[Tensor], None]:
-    """A hook for parameters that does not keep `hooks` alive.
-
-    Python's garbage collector does not see what a parameter's hook refers to, so one that refers to
-    its engine's states would keep all of them, and the model, when the engine is dropped without
-    `destroy`.
-    """
-    ref = weakref.ref(hooks)
-
-    def on_gradient(param: Tensor) -> None:
-        if (alive := ref()) is not None:
-            alive._on_gradient(param)
-
-    return on_gradient
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 # -- zero_grad of the optimizer and of the module --------------------------------------------------

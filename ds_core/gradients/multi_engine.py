@@ -64,8 +64,9 @@ class JointBackwards:
             self._first = STATE.first
         if self.group is None and ctx.world_size > 1:
             # Of all ranks, not along dp: that of a pipeline has fewer ranks than that of an engine
-            # beside it.
-            self.group = ctx.mesh.own_group(*ctx.mesh.names)
+            # beside it. And not the mesh's, which ends with its engine.
+            self.group = torch.distributed.new_group()
+            comm.open_transport(self.group)
             self._device = ctx.accelerator.current_device()
         for hooks in filter(None, STATE.present()):
             hooks.joint = self
@@ -75,6 +76,9 @@ class JointBackwards:
     def leave(self) -> None:
         """An engine was destroyed, on all ranks."""
         if len(STATE.present()) < 2:
+            if self.group is not None:
+                with contextlib.suppress(ValueError):  # all groups may have been destroyed
+                    torch.distributed.destroy_process_group(self.group)
             self.group = None
             for hooks in filter(None, STATE.present()):
                 hooks.joint = None

@@ -176,7 +176,7 @@ def _is_old(name: str, method: Callable[..., Any]) -> bool:
 def _wraps_another(kind: type, name: str) -> bool:
     """Whether the method stands before that of another partitioner, which it probably calls."""
     having = [c for c in kind.__mro__ if name in vars(c)]
-    return any(c.__module__ != "ds_core.partition" for c in having[1:])
+    return any(c.__module__ != "ds_core.partition.partitioner" for c in having[1:])
 
 
 def _with_plan(told: Any, name: str) -> Callable[..., Any]:

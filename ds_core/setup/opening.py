@@ -109,6 +109,8 @@ def open_run(
             release_model(model)
     if planned.world_size > 1:
         comm.use_providers(providers)
+        # The first step, so the last to be undone: others may use the groups.
+        ctx.undo(planned.close, collective=True)
         planned.build_groups(own=model is not None and bool(STATE.present()))
     return ctx
 

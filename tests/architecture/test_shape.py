@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from graph import circles, graph, read_modules
 
 CORE = ROOT / "ds_core"
-TOKENS = 67_500
+TOKENS = 67_600
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs
 lines.
 """

@@ -290,3 +290,37 @@ def _broken_plain_backward():
 
 def test_a_plain_backward_that_broke_off_leaves_nothing_behind():
     assert max(run_ranks(2, _broken_plain_backward)) < 1e-12
+
+
+# -- process groups --------------------------------------------------------------------------------
+
+
+def groups() -> int:
+    """How many process groups torch keeps for this process; no public call counts them."""
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def _groups_of_engines() -> list[int]:
+    found = [groups()]
+    for section in (
+        {},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        {"sequence_parallel_size": 2, "zero_optimization": {"stage": 1}},
+    ):
+        engine, *_ = initialized(section, net=Squares())
+        engine.destroy()
+        found.append(groups())
+    # Two engines agree on each backward over a group that neither of them owns.
+    first, *_ = initialized(net=model(0, torch.float64))
+    second, *_ = initialized(net=model(1, torch.float64))
+    x = data(1, dtype=torch.float64)[0]
+    first.destroy()
+    second.backward(second(x).square().mean())
+    second.step()
+    second.destroy()
+    return [*found, groups()]
+
+
+def test_destroyed_engines_leave_no_process_groups() -> None:
+    for found in run_ranks(4, _groups_of_engines):
+        assert found == [1] * 5
