@@ -25,7 +25,7 @@ TRAIN = (
     "pipeline moe autoep "
     "compression checkpoints migrate"
 )
-WATCH = "monitors reports profiling when-ranks-disagree"
+WATCH = "monitors reports profiling is-my-run-right when-ranks-disagree"
 EXTEND = "plugins kernels architecture checkpoint-format decisions/index"
 REFERENCE = (
     "glossary reference/configuration errors reference/messages reference/hooks "

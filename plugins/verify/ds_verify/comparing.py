@@ -1,0 +1,304 @@
+"""Compares two records tensor by tensor, in the order of computation.
+
+[Note: tolerance] How far apart two right runs may be depends on the model: a deep one in bf16
+magnifies rounding by much. So the reference runs twice, the second time with its weights and inputs
+moved by one unit in the last place. A tensor's ratio is its difference between subject and
+reference over its difference between the two references, in L2 norm. Small tensors can be moved too
+little by chance: the difference is taken as at least the median relative one of all tensors of its
+kind and step, and as at least the rounding of the tensor's own dtype.
+
+[Note: updates] Weights are compared by how far they have moved since the first step: a learning rate
+of 1e-4 changes them by less than a perturbed start does, so an update that is missing on one rank
+would hide in the weights themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_verify.records import KINDS, Record, Recorded
+from ds_verify.sampling import sample_size
+
+LIMIT = 8.0
+"""The ratio above which a tensor counts as different."""
+
+Key = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one recorded tensor of one rank is from the reference's."""
+
+    step: int
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    micro: int
+    """The micro-batch, of what belongs to one."""
+    part: int
+    """The data-parallel index of the samples, of what belongs to a micro-batch."""
+    rank: int
+    order: tuple[int, int, int, int]
+    """Sorts by time: step, phase, micro-batch, place."""
+    ratio: float
+    """The difference over what rounding explains."""
+    relative: float
+    """The norm of the difference over that of the reference."""
+    norm: float
+    """Of what the subject has."""
+    reference: float
+    """The norm of what it should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a comparison found."""
+
+    rows: tuple[Difference, ...]
+    """All tensors that were compared, in the order of computation."""
+    skipped: tuple[str, ...] = ()
+    """Tensors that the reference has in another shape, or not at all."""
+    limit: float = LIMIT
+    cause: str = ""
+    """What usually causes the first difference."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """Of the subject's layout."""
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """The rows above the limit."""
+        return [row for row in self.rows if not row.ratio <= self.limit]
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference in the order of computation; None where the runs are equal."""
+        return next(iter(self.wrong), None)
+
+    @property
+    def largest(self) -> float:
+        """The largest ratio."""
+        return max((row.ratio for row in self.rows), default=0.0)
+
+
+def compare_folders(
+    subject: Path, reference: Path, perturbed: Path | None = None, limit: float = LIMIT
+) -> Report:
+    """Compare the record of a run with that of the reference, and with a perturbed reference's.
+
+    perturbed: None leaves the rounding of each tensor's dtype as the tolerance.
+
+    Raises UsageError for a record that is not whole.
+    """
+    from ds_verify.causes import explain
+
+    records = [Record(folder) for folder in (subject, reference)]
+    if perturbed is not None:
+        records.append(Record(perturbed))
+    sample = int(records[0].facts["limit"])
+    begin = [assemble(record.step(-1), sample) for record in records]
+    rows: list[Difference] = []
+    skipped: dict[str, None] = {}
+    cause = ""
+    for step in range(records[0].steps):
+        found = records[0].step(step)
+        wholes = [assemble(record.step(step), sample) for record in records[1:]]
+        new, missing = _compare_step(step, found, wholes, begin, sample)
+        new.sort(key=lambda row: (row.order, row.rank))
+        skipped.update(dict.fromkeys(missing))
+        if not cause and (wrong := [row for row in new if not row.ratio <= limit]):
+            cause = explain(wrong, found, wholes[0], records[0].facts, equal=rows)
+        rows += new
+    if not rows:
+        from ds_core.errors import UsageError
+
+        raise UsageError("the two records have no tensor in common, so nothing was compared")
+    return Report(tuple(rows), tuple(skipped), limit, cause, records[0].facts)
+
+
+def assemble(pieces: Iterable[Recorded], limit: int) -> dict[Key, Tensor]:
+    """The whole sample of each recorded tensor, of the pieces of all ranks; NaN where none has it."""
+    found: dict[Key, Tensor] = {}
+    for piece in pieces:
+        entry = piece.entry
+        size = sample_size(entry.shape, limit)
+        if entry.key not in found:
+            if piece.places is None and piece.values.numel() == size:
+                found[entry.key] = piece.values.double()
+                continue
+            found[entry.key] = torch.full((size,), math.nan, dtype=torch.float64)
+        whole = found[entry.key]
+        if whole.numel() == size:
+            if piece.places is not None:
+                whole[piece.places] = piece.values.double()
+            else:
+                piece.of(whole)[:] = piece.values.double()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step's tensors are compared with."""
+
+    number: int
+    reference: Mapping[Key, Tensor]
+    """The whole samples of the reference."""
+    before: tuple[Mapping[Key, Tensor], Mapping[Key, Tensor]]
+    """The samples before the first step, of the subject and of the reference."""
+    moved: Mapping[Key, float]
+    """How far the perturbed reference is from the reference."""
+    usual: Mapping[str, float]
+    """The median of the same by kind, as a part of the norm."""
+
+    def row(self, piece: Recorded, right: Tensor) -> Difference:
+        """The difference of a tensor of one rank from `right`, a whole sample."""
+        entry = piece.entry
+        here = piece.of(right)
+        values = piece.values.double()
+        start = self.before[1].get(entry.key) if _is_weight(entry.kind, entry.name) else None
+        own = self.before[0].get(entry.key)
+        by_update = start is not None and own is not None
+        if start is not None and own is not None:
+            # See [Note: updates].
+            change = here - piece.of(start)
+            values = values - piece.of(own)
+        else:
+            change = here
+        share = math.sqrt(max(here.numel(), 1) / max(right.numel(), 1))
+        expected = max(
+            self.moved.get(entry.key, 0.0) * share,
+            self.usual.get(entry.kind, 0.0) * _norm(change),
+            _rounding(entry.dtype, here, is_weight=by_update),
+        )
+        size = _norm(values - change)
+        order = (self.number, _phase(entry.kind), entry.micro, entry.order)
+        return Difference(
+            step=self.number,
+            kind=entry.kind,
+            name=entry.name,
+            micro=entry.micro,
+            part=entry.part,
+            rank=piece.rank,
+            order=order,
+            ratio=_ratio(size, expected),
+            relative=_ratio(size, _norm(change)),
+            norm=_norm(values),
+            reference=_norm(change),
+        )
+
+    def absent(self, found: list[Recorded], limit: int) -> Iterator[Difference]:
+        """Gradients that the reference has, and no rank of the subject, or not all of them."""
+        whole = assemble(found, limit)
+        for place, (key, right) in enumerate(self.reference.items()):
+            kind, name, micro, part = key
+            if kind not in ("gradient", "local gradient") or not _norm(right):
+                continue
+            if key not in whole or bool(torch.isnan(whole[key]).any()):
+                order = (self.number, _phase(kind), micro, place)
+                yield Difference(
+                    self.number, kind, name, micro, part, 0, order, math.inf, 1.0, 0.0, _norm(right)
+                )
+
+
+def _compare_step(
+    number: int,
+    found: list[Recorded],
+    wholes: list[dict[Key, Tensor]],
+    begin: list[dict[Key, Tensor]],
+    limit: int,
+) -> tuple[list[Difference], list[str]]:
+    """The rows of one step, and the names that could not be compared.
+
+    wholes: of the reference, and of the perturbed one if there is one.
+    begin: what weights were before the first step, of the subject and of those.
+    """
+    reference = wholes[0]
+    moved: dict[Key, float] = {}
+    for key, whole in reference.items():
+        if len(wholes) > 1 and key in wholes[1] and wholes[1][key].shape == whole.shape:
+            change = (wholes[1][key] - whole) - _since(begin[2], begin[1], key, whole)
+            moved[key] = _norm(change)
+    usual = _median_relative(moved, reference, begin[1])
+    # A norm can be moved by nothing by chance, but by no more than all gradients together.
+    gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
+    moved.update({key: max(moved[key], gradients) for key in moved if key[0] == "norm"})
+    step = _Step(number, reference, (begin[0], begin[1]), moved, usual)
+    rows = []
+    missing = []
+    for piece in found:
+        right = reference.get(piece.entry.key)
+        if right is None or piece.of(right).numel() != piece.values.numel():
+            missing.append(f"{piece.entry.kind} {piece.entry.name}")
+        else:
+            rows.append(step.row(piece, right))
+    return [*rows, *step.absent(found, limit)], missing
+
+
+def _phase(kind: str) -> int:
+    """Forward, backward and local gradients belong to micro-batches; the rest comes after all."""
+    return max(0, KINDS.index(kind) - KINDS.index("local gradient"))
+
+
+def _is_weight(kind: str, name: str) -> bool:
+    return kind == "weight" or name.startswith("master/")
+
+
+def _since(
+    perturbed: Mapping[Key, Tensor], reference: Mapping[Key, Tensor], key: Key, like: Tensor
+) -> Tensor:
+    """How far apart the two references were before the first step, in what is compared by updates."""
+    if not _is_weight(key[0], key[1]) or key not in perturbed or key not in reference:
+        return torch.zeros_like(like)
+    return perturbed[key] - reference[key]
+
+
+def _median_relative(
+    moved: Mapping[Key, float], reference: Mapping[Key, Tensor], begin: Mapping[Key, Tensor]
+) -> dict[str, float]:
+    """By kind, the median relative difference between the two references."""
+    found: dict[str, list[float]] = {}
+    for key, size in moved.items():
+        whole = reference[key]
+        if _is_weight(key[0], key[1]) and key in begin:
+            whole = whole - begin[key]
+        scale = _norm(whole)
+        if scale > 0 and math.isfinite(size):
+            found.setdefault(key[0], []).append(size / scale)
+    return {kind: statistics.median(rows) for kind, rows in found.items()}
+
+
+def _rounding(dtype: str, values: Tensor, *, is_weight: bool) -> float:
+    """What rounding alone may change in L2 norm.
+
+    A weight in 16 bits differs from a right one only where its master lies next to a boundary: in
+    few elements, each by a unit in the last place.
+    """
+    eps = torch.finfo(getattr(torch, dtype, torch.float64)).eps if dtype in FLOATS else 0.0
+    if not values.numel():
+        return 0.0
+    if not is_weight:
+        return eps * _norm(values)
+    fine = min(eps, torch.finfo(torch.float32).eps)
+    return fine * _norm(values) + eps * float(values.abs().max())
+
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values.double())) if values.numel() else 0.0
+
+
+def _ratio(size: float, expected: float) -> float:
+    """`size` over `expected`; infinite where nothing was expected, or a value is not finite."""
+    if math.isnan(size):
+        return math.inf
+    if size == 0:
+        return 0.0
+    return size / expected if expected > 0 else math.inf

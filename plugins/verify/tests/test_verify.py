@@ -1,0 +1,130 @@
+"""Runs in several layouts are equal to one process, and planted faults are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ds_zero  # noqa: F401  what the runs need, beside what ds-verify declares
+import pytest
+import torch
+from ds_run_state.slices import Box
+from ds_testing import run_ranks
+from ds_verify.command import as_data, describe
+from ds_verify.page import make_page
+from ds_verify.records import decode, encode
+from ds_verify.sampling import sample_box, sample_range, sample_size
+
+from ds_core.errors import UsageError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from verified_runs import verify
+
+ZERO = {f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
+ZERO["stage 3, all sharded"] = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
+}
+BF16 = {
+    f"bf16, stage {stage}": {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    for stage in (1, 3)
+}
+OFFLOAD = {"offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}
+CLEAN: dict[str, dict[str, Any]] = {**ZERO, **BF16, **OFFLOAD}
+FAST = ("stage 1", "stage 3, all sharded", "bf16, stage 3")
+
+
+def _slow_but(name: str, fast: bool) -> Any:
+    return pytest.param(name, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", [_slow_but(name, name in FAST) for name in CLEAN])
+def test_a_right_run_is_equal(tmp_path: Path, layout: str) -> None:
+    report = verify(run_ranks, tmp_path, CLEAN[layout])
+    assert report.first is None, (report.first, report.cause)
+    assert report.largest > 0, "sums in another order round differently"
+    assert {row.rank for row in report.rows} == {0, 1}
+    kinds = {row.kind for row in report.rows}
+    assert kinds >= {"forward", "backward", "local gradient", "gradient", "norm", "weight", "state"}
+
+
+FAULTS = [
+    ("not_reduced", 0, "gradient", "blocks.1.up.weight", "a reduction"),
+    ("not_reduced", 2, "gradient", "blocks.1.up.weight", "a reduction"),
+    ("wrong_divisor", 1, "gradient", "blocks.2.down.bias", "number of data-parallel ranks"),
+    ("last_micro", 0, "gradient", "blocks.2.down.bias", "micro-batch 1 of the step is missing"),
+    ("lost_use", 1, "local gradient", "shared.weight", "a use of the parameter is missing"),
+    ("half_updated", 0, "weight", "blocks.1.up.weight", "its gradient is right"),
+    ("stale", 0, "forward", "blocks.1", "weights were equal"),
+    ("norm", 2, "norm", "the global norm", "elements of other ranks are missing"),
+    ("bfloat16", 0, "gradient", "blocks.1.up.weight", "rounding of bfloat16"),
+    ("untied", 0, "local gradient", "tok.weight", "a use of the parameter is missing"),
+    ("not_published", 1, "weight", "blocks.1.up.weight", "on rank 1 alone"),
+    ("other_eps", 1, "forward", "blocks.1", "computes something else"),
+    ("swapped", 0, "forward", "blocks.1", ""),
+    ("zero", 1, "gradient", "blocks.1.up.weight", "dropped"),
+    ("half_reduced", 0, "gradient", "blocks.1.up.weight", "of its elements differ"),
+]
+
+
+QUICK = ("not_reduced", "last_micro", "lost_use", "norm", "stale", "not_published")
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "kind", "name", "cause"),
+    [
+        pytest.param(
+            *row,
+            marks=() if row[0] in QUICK and row[:2] != ("not_reduced", 2) else pytest.mark.slow,
+        )
+        for row in FAULTS
+    ],
+)
+def test_a_planted_fault_is_named(
+    tmp_path: Path, fault: str, stage: int, kind: str, name: str, cause: str
+) -> None:
+    config = {
+        "zero_optimization": {"stage": stage},
+        "plugins": {"load": ["fault=faults"]},
+        "fault": {"kind": fault},
+    }
+    first = (report := verify(run_ranks, tmp_path, config)).first
+    assert first is not None, report.largest
+    assert first.kind == kind and name in first.name, (first, report.cause)
+    assert cause in report.cause, (first, report.cause)
+    text = describe(report)
+    assert text.startswith("different: ") and first.name in text and report.cause in text
+    data = json.loads(json.dumps(as_data(report)))
+    assert data["first"]["name"] == first.name and len(data["tensors"]) == len(report.rows)
+    assert first.name in make_page(report, "train.py")
+
+
+def test_shards_have_parts_of_one_sample() -> None:
+    """Ranges and boxes of a tensor give the elements that the sample of the whole has."""
+    whole = torch.arange(30.0 * 14).view(30, 14)
+    sample, first = sample_range(whole, 0, whole.numel(), 100)
+    assert first == 0 and sample.numel() == sample_size(whole.shape, 100) == 84
+    parts = [sample_range(whole.reshape(-1)[a:b], a, 420, 100) for a, b in ((0, 77), (77, 420))]
+    assert torch.equal(torch.cat([values for values, _ in parts]), sample)
+    assert [first for _, first in parts] == [0, 16]
+    box = Box((10, 3), (20, 7))
+    values, places = sample_box(whole[10:, 3:10], 0, box, whole.shape, 100)
+    assert torch.equal(values, sample[places]) and values.numel() == 28
+
+
+def test_only_data_is_recorded() -> None:
+    """Arguments come back as they were; what is no data is refused, with a name."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def put(tensor: torch.Tensor) -> str:
+        kept[str(len(kept))] = tensor
+        return str(len(kept) - 1)
+
+    given = {"x": (torch.ones(2), [1, None, "a"]), "dtype": torch.bfloat16}
+    back = decode(encode(given, put, "inputs"), kept.__getitem__)
+    assert torch.equal(back["x"][0], torch.ones(2))
+    assert back["x"][1] == [1, None, "a"] and back["dtype"] is torch.bfloat16
+    with pytest.raises(UsageError, match="a object"):
+        encode(object(), put, "inputs")

@@ -1,0 +1,97 @@
+"""Runs of small models, recorded and replayed, for the tests of ds-verify."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from ds_verify.comparing import Report, compare_folders
+from ds_verify.runs import reference_overrides
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.drop = nn.Dropout(0.2)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Blocks between tied embeddings, with a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(30, 8)
+        self.shared = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.shared(self.tok(x))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.shared(h))  # type: ignore[no-any-return]
+
+
+def train(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """A user's script, but for the section, which ``dscore verify`` adds from outside."""
+    import ds_core
+
+    torch.manual_seed(0)
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = ds_core.initialize(model=Net(), config={**base, **config, "verify": dict(section)})
+    data = torch.Generator().manual_seed(engine.global_rank)
+    try:
+        for _ in range(20):
+            x = torch.randint(0, 30, (2, 7), generator=data)
+            out = engine(x[:, :-1]).flatten(0, 1).float()
+            engine.backward(nn.functional.cross_entropy(out, x[:, 1:].flatten()))
+            engine.step()
+    except SystemExit as end:
+        assert not end.code
+        engine.destroy()
+        return
+    raise AssertionError("the recorder ends the program after its last step")
+
+
+def verify(
+    ranks: Callable[..., Any],
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    world: int = 2,
+    steps: int = 2,
+) -> Report:
+    """What ``dscore verify`` does, on the ranks of a pool."""
+    subject = folder / "subject"
+    section = {"steps": steps, "folder": str(subject)}
+    ranks(world, train, config, section)
+    facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
+    config = {**config, **reference_overrides(facts, {})}
+    for name in ("reference", "perturbed"):
+        replay = {
+            "role": "replay",
+            "source": str(subject),
+            "folder": str(folder / name),
+            "steps": steps,
+            "perturb": name == "perturbed",
+        }
+        ranks(1, train, config, replay)
+    return compare_folders(subject, folder / "reference", folder / "perturbed")
