@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from ds_plots.svg import Svg
 
+from ds_verify.report import describe
+
 if TYPE_CHECKING:
     from ds_verify.comparing import Difference, Report
 
@@ -30,8 +32,6 @@ MOST = 200  # rows in the table
 
 def make_page(report: Report, script: str) -> str:
     """An HTML page without scripts or links."""
-    from ds_verify.command import describe
-
     pictures = "".join(
         f"<h2>Step {step}</h2>{_picture([r for r in report.rows if r.step == step], report.limit)}"
         for step in sorted({row.step for row in report.rows})

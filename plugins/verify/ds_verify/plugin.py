@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ds_core import hookspecs
+import pluggy
+
 from ds_core.context import StashKey
 from ds_core.entries import CommandEntry
 
@@ -34,12 +35,13 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_open(ctx: Context) -> None:
     """The recorder of this run; of a reference, what will replay the record."""
-    from ds_verify.recorder import start_recorder
+    from ds_verify.replay import make_recorder
 
-    start_recorder(ctx)
+    if (recorder := make_recorder(ctx)) is not None:
+        ctx.stash[RECORDER] = recorder
 
 
-@hookspecs.hookimpl(trylast=True)  # after all who change them
+@pluggy.HookimplMarker("ds_core")(trylast=True)  # after all who change them
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     """The reduced gradients and their norm are recorded."""
     if (recorder := ctx.stash.get(RECORDER)) is not None:

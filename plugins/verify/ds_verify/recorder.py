@@ -24,33 +24,16 @@ from ds_run_state.states import StateTensor
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_verify.config import Verify
-from ds_verify.plugin import RECORDER
 from ds_verify.records import Entry, StepWriter, encode, leaves
 from ds_verify.sampling import sample_box, sample_range
 
 if TYPE_CHECKING:
     from ds_core.context import Context
     from ds_core.gradients import Gradients
+    from ds_verify.config import Verify
 
 Sampled = tuple[Tensor, int, Tensor | None, tuple[int, ...]]
 """Values, the place of the first in the sample or -1, their places, the full shape."""
-
-
-def start_recorder(ctx: Context) -> None:
-    """Begin to record the engine's run, if it is the one that the section means."""
-    section = ctx.config.section(Verify)
-    # A second engine of the script (a frozen teacher, a discriminator) runs as it always does.
-    if section is None or ctx.engine.optimizer is None or (Path(section.folder) / "taken").exists():
-        return
-    if ctx.rank == 0:
-        Path(section.folder).mkdir(parents=True, exist_ok=True)
-    if section.role == "record":
-        ctx.stash[RECORDER] = Recorder(ctx, section)
-    else:
-        from ds_verify.replay import Replay
-
-        ctx.stash[RECORDER] = Replay(ctx, section)
 
 
 class Recorder:

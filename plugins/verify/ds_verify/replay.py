@@ -20,12 +20,21 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves, to_device
+from ds_verify.config import Verify
 from ds_verify.recorder import Recorder, compute_dtype
 from ds_verify.records import decode, leaves
 
 if TYPE_CHECKING:
     from ds_core.context import Context
-    from ds_verify.config import Verify
+
+
+def make_recorder(ctx: Context) -> Recorder | None:
+    """What records the engine's run; None for an engine that the section does not mean."""
+    section = ctx.config.section(Verify)
+    # A second engine without an optimizer (a frozen teacher) runs as it always does.
+    if section is None or ctx.engine.optimizer is None:
+        return None
+    return Recorder(ctx, section) if section.role == "record" else Replay(ctx, section)
 
 
 class Replay(Recorder):

@@ -99,7 +99,7 @@ def reference_overrides(facts: Mapping[str, Any], against: Mapping[str, Any]) ->
     return {**layout, **batch, **against}
 
 
-def verify(
+def make_runs(
     script: Script,
     world: int,
     folder: Path,

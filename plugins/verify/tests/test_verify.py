@@ -12,9 +12,9 @@ import pytest
 import torch
 from ds_run_state.slices import Box
 from ds_testing import run_ranks
-from ds_verify.command import as_data, describe
 from ds_verify.page import make_page
 from ds_verify.records import decode, encode
+from ds_verify.report import as_data, describe
 from ds_verify.sampling import sample_box, sample_range, sample_size
 
 from ds_core.errors import UsageError
