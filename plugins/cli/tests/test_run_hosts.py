@@ -29,7 +29,6 @@ def listening(pid: int) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="Linux tells who listens where")
 def test_on_one_machine_nothing_listens_beyond_it(script: Any, tmp_path: Path) -> None:
     """The launcher's store and what the ranks talk over, in a script that uses torch alone."""
