@@ -9,7 +9,7 @@ import pytest
 import torch
 from ds_optimizer_kit import Held, Lane, Layout, MatrixExchange, ParamPart
 from ds_run_state.slices import Slice
-from ds_testing import run_ranks
+from ds_testing import Traffic, run_ranks
 from torch import Tensor
 
 SHAPES = [(5, 7), (8, 3), (6, 6), (4, 5, 3), (1, 9), (3, 2, 2)]
@@ -120,3 +120,28 @@ def test_one_process_has_full_tensors() -> None:
     back = exchange.give_back({unit: -matrix for unit, matrix in owned})
     for tensor in tensors:
         assert torch.equal(back[tensor].view_as(tensor), -tensor)
+
+
+def sent() -> int:
+    """Bytes that this rank sends for two matrices: one cut in half, one that it has or lacks."""
+    from ds_core import comm
+
+    rank = comm.rank()
+    lane = Lane(("dp",), torch.distributed.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    whole = Slice.of((8, 8))
+    halved = tuple(Held(whole, 32 * r, 32 * (r + 1)) for r in range(2))
+    first = tuple(Held(whole, 0, 64 if r == 0 else 0) for r in range(2))
+    tensors = [torch.zeros(32), torch.zeros(64 if rank == 0 else 0)]
+    for tensor, ranks in zip(tensors, (halved, first), strict=True):
+        lane.parts[tensor] = ParamPart(str(ranks), (8, 8), ranks, rank)
+    exchange = MatrixExchange(Layout([lane]), dict.fromkeys(tensors, 0))
+    comm.add_interceptor(traffic := Traffic())
+    exchange.start({t: t for t in tensors if t.numel()}, set(tensors))
+    exchange.give_back(dict(pair for some in exchange.finish() for pair in some))
+    comm.remove_interceptor(traffic)
+    return sum(row.bytes for row in traffic.sent)
+
+
+def test_a_rank_keeps_what_it_has_and_half_of_what_is_cut_travels() -> None:
+    # Rank 0 keeps the matrix that it has, rank 1 gets the other: half of it there, half back.
+    assert run_ranks(2, sent) == [32 * 4, 32 * 4]

@@ -202,7 +202,11 @@ def _warn_of_grain(chosen: Composition) -> None:
 
     if chosen.optimizer is None:
         return
-    grain = getattr(chosen.optimizer.entry, "grain", "element")
+    entry = chosen.optimizer.entry
+    grain = getattr(entry, "grain", "element")
+    # Norms that an optimizer collects are a few numbers per tensor.
+    if grain == "tensor" and getattr(entry, "collects", False):
+        return
     if grain != "element":
         say_error(
             "the config's optimizer needs unsharded "
