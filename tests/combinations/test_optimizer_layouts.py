@@ -218,3 +218,84 @@ def test_states_go_through_checkpoints_to_another_layout(
     for rank in found:
         for name, param in model.named_parameters():
             assert relative(rank[name], param.detach()) <= 1e-10, name
+
+
+def from_a_function(kind: str, stage: int) -> float:
+    """An optimizer that a function of the user's makes, so that ZeRO does not know it beforehand."""
+    from ds_testing.truth import relative, whole_weights
+
+    import ds_core
+
+    settings = config(kind, stage, False, 0.0, zero_allow_untested_optimizer=True)
+    del settings["optimizer"]
+    model = m.whole().double()
+    for name, param in model.named_parameters():
+        param.use_muon = param.dim() == 2 and "token" not in name and "places" not in name  # type: ignore[attr-defined]
+    given: Any = [{"params": [p]} for p in model.parameters()]
+    if kind == "Muon":
+        given = [{"params": [p], "use_muon": p.use_muon} for p in model.parameters()]  # type: ignore[attr-defined]
+
+    def make(groups: Any) -> Any:
+        import ds_optimizers
+
+        return getattr(ds_optimizers, kind)(groups, **KINDS[kind])
+
+    engine, *_ = ds_core.initialize(
+        model=model, model_parameters=given, optimizer=make, config=settings
+    )
+    ranks = engine.ctx.mesh.size("dp")
+    for step in range(STEPS):
+        for micro in range(MICROS):
+            engine.backward(engine(**m.batch(step, micro, engine.ctx.rank)))
+            engine.step()
+    found = whole_weights(engine)
+    engine.destroy()
+    single = m.whole().double()
+    rows = zip(given, single.parameters(), strict=True)
+    optimizer = make([{**row, "params": [p]} for row, p in rows])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(MICROS):
+            for place in range(ranks):
+                (single(**m.batch(step, micro, place)) / (MICROS * ranks)).backward()
+        optimizer.step()
+    return max(relative(found[n], p.detach()) for n, p in single.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("Muon", 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("Lamb", 1), ("Muon", 3)))],
+)
+def test_an_optimizer_that_a_function_makes(kind: str, stage: int) -> None:
+    assert max(run_ranks(2, from_a_function, kind, stage)) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_updates_bucket_by_bucket_refuses_them(kind: str, tmp_path: Path) -> None:
+    assert run_ranks(1, refusals, kind, str(tmp_path)) == [[True, True, True]]
+
+
+def refusals(kind: str, folder: str) -> list[bool]:
+    import ds_core
+    from ds_core.errors import UsageError
+
+    cpu = {"device": "cpu"}
+    sections: list[tuple[str, dict[str, Any]]] = [
+        (
+            "does not keep states in memory",
+            {"offload_optimizer": {"device": "nvme", "nvme_path": folder}},
+        ),
+        (
+            "zenflow",
+            {"offload_optimizer": cpu, "zenflow": {"topk_ratio": 0.2, "update_interval": 2}},
+        ),
+        ("super_offload", {"offload_optimizer": {**cpu, "super_offload": True}}),
+    ]
+    said = []
+    for words, section in sections:
+        settings = config(kind, 2, False, 0.0)
+        settings["zero_optimization"] |= section
+        with pytest.raises(UsageError, match=words):
+            ds_core.initialize(model=m.whole(), config=settings)
+        said.append(True)
+    return said
