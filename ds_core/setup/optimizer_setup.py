@@ -73,7 +73,8 @@ def check_whole(
     """
     grain = ctx.grain
     if grain is None:  # what a function of the user's makes is known only now
-        grain = optimizer_entry(built, chosen).grain
+        entry = optimizer_entry(built, chosen)
+        grain = "element" if entry.collects else entry.grain
     path = "optimizer.type" if given is None else "optimizer="
     check_grain(ctx, grain, path, type(built).__name__)
 

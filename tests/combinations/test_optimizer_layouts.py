@@ -220,13 +220,15 @@ def test_states_go_through_checkpoints_to_another_layout(
             assert relative(rank[name], param.detach()) <= 1e-10, name
 
 
-def from_a_function(kind: str, stage: int) -> float:
+def from_a_function(kind: str, stage: int, layout: str) -> float:
     """An optimizer that a function of the user's makes, so that ZeRO does not know it beforehand."""
     from ds_testing.truth import relative, whole_weights
 
     import ds_core
 
-    settings = config(kind, stage, False, 0.0, zero_allow_untested_optimizer=True)
+    settings = config(
+        kind, stage, False, 0.0, zero_allow_untested_optimizer=True, **LAYOUTS[layout][2]
+    )
     del settings["optimizer"]
     model = m.whole().double()
     for name, param in model.named_parameters():
@@ -246,7 +248,7 @@ def from_a_function(kind: str, stage: int) -> float:
     ranks = engine.ctx.mesh.size("dp")
     for step in range(STEPS):
         for micro in range(MICROS):
-            engine.backward(engine(**m.batch(step, micro, engine.ctx.rank)))
+            engine.backward(engine(**m.batch(step, micro, engine.ctx.mesh.index("dp"))))
             engine.step()
     found = whole_weights(engine)
     engine.destroy()
@@ -263,11 +265,17 @@ def from_a_function(kind: str, stage: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("Muon", 2), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("Lamb", 1), ("Muon", 3)))],
+    ("kind", "stage", "layout"),
+    [
+        ("Muon", 2, "dp"),
+        ("Muon", 0, "tp"),
+        pytest.param("Lamb", 1, "dp", marks=pytest.mark.slow),
+        pytest.param("Muon", 3, "dp", marks=pytest.mark.slow),
+        pytest.param("Lamb", 1, "tp", marks=pytest.mark.slow),
+    ],
 )
-def test_an_optimizer_that_a_function_makes(kind: str, stage: int) -> None:
-    assert max(run_ranks(2, from_a_function, kind, stage)) <= 1e-10
+def test_an_optimizer_that_a_function_makes(kind: str, stage: int, layout: str) -> None:
+    assert max(run_ranks(2, from_a_function, kind, stage, layout)) <= 1e-10
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
