@@ -134,8 +134,10 @@ class MuonParams(_OptimizerParams):
     adam_lr: float | None = option(None, "Learning rate of all other parameters; null: lr.", ge=0)
     betas: Betas = option((0.9, 0.95), "AdamW's decay rates, for all other parameters.")
     eps: float = option(1e-10, "AdamW's addition to the denominator.", ge=0)
-    ns_method: Literal["gram", "standard"] = option(
-        "gram", "How matrices are orthogonalised; they differ by rounding."
+    ns_method: Literal["gram", "standard", "polar_express"] = option(
+        "gram",
+        "How matrices are orthogonalised: gram and standard differ by rounding; polar_express leaves "
+        "singular values nearer to 1.",
     )
 
 

@@ -199,6 +199,15 @@ def test_orthogonal_means_singular_values_near_one() -> None:
         assert values.max() < 1.3
 
 
+def test_polar_express_comes_nearer_to_one() -> None:
+    matrix = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    off = {
+        method: float((torch.linalg.svdvals(orthogonalize(matrix, method)) - 1).abs().mean())
+        for method in ("standard", "polar_express")
+    }
+    assert off["polar_express"] < 0.6 * off["standard"], off
+
+
 def test_groups_are_split_by_name_shape_and_mark() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
