@@ -108,8 +108,17 @@ def compare_folders(
     cause = ""
     for step in range(records[0].steps):
         found = records[0].step(step)
-        wholes = [assemble(record.step(step), sample) for record in records[1:]]
-        new, missing = _compare_step(step, found, wholes, begin, sample)
+        others = [record.step(step) for record in records[1:]]
+        wholes = [assemble(pieces, sample) for pieces in others]
+        shapes = {piece.entry.key: piece.entry.shape for piece in others[0]}
+        # An output of which each rank has a part has another shape in one process.
+        fitting = [p for p in found if shapes.get(p.entry.key, p.entry.shape) == p.entry.shape]
+        new, missing = _compare_step(step, fitting, wholes, begin, sample)
+        missing += [
+            f"{p.entry.kind} {p.entry.name}"
+            for p in found
+            if shapes.get(p.entry.key, p.entry.shape) != p.entry.shape
+        ]
         new.sort(key=lambda row: (row.order, row.rank))
         skipped.update(dict.fromkeys(missing))
         if not cause and (wrong := [row for row in new if not row.ratio <= limit]):

@@ -8,6 +8,7 @@ program at the first forward after the last step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -24,7 +25,7 @@ from ds_run_state.states import StateTensor
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ds_verify.records import Entry, StepWriter, encode, leaves
+from ds_verify.records import Entry, StepWriter, encode, leaves, replace_leaves
 from ds_verify.sampling import sample_box, sample_range
 
 if TYPE_CHECKING:
@@ -128,22 +129,33 @@ class Recorder:
         self._had_backward = False
         self._times.clear()
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward of the whole model is over."""
         if not self.active:
-            return
+            return None
         self.active = False
         assert self._random is not None
         # The script's own random numbers go on as if nothing had been seeded.
         torch.set_rng_state(self._random[0])
         self.ctx.accelerator.set_rng_state(self._random[1])
-        # The model's name is empty: "the model" is what reports call it.
         call = self._calls[-1] if self._leads and self._calls else None
-        for index, leaf in enumerate(leaves(output)):
-            if leaf.is_floating_point():
-                self._record("forward", f"the model, output {index}", leaf)
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(self._output_gradient, call, index))
+        numbers = itertools.count()
+
+        def show(leaf: Tensor) -> Tensor:
+            """What the script gets of an output."""
+            index = next(numbers)
+            if not leaf.is_floating_point():
+                return leaf
+            self._record("forward", f"the model, output {index}", leaf)
+            if not leaf.requires_grad:
+                return leaf
+            # An alias: a loss that the model computes of its logits gives the logits a gradient
+            # too, and the replay needs what comes from outside the model alone.
+            leaf = leaf.view_as(leaf)
+            leaf.register_hook(partial(self._output_gradient, call, index))
+            return leaf
+
+        return replace_leaves(output, show)
 
     def _output_gradient(self, call: dict[str, Any] | None, index: int, grad: Tensor) -> None:
         self._had_backward = True

@@ -8,7 +8,7 @@ safetensors and JSON only. A folder has `facts.json` (the layout) and, per rank,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,22 @@ def leaves(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from leaves(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
+
+
+def replace_leaves(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with each of `leaves` replaced, in the same order.
+
+    Mappings are changed in place, so that the output of a model of transformers stays what it is.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = replace_leaves(value[key], change)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [replace_leaves(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

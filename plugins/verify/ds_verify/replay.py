@@ -34,6 +34,15 @@ def make_recorder(ctx: Context) -> Recorder | None:
     # A second engine without an optimizer (a frozen teacher) runs as it always does.
     if section is None or ctx.engine.optimizer is None:
         return None
+    if not ctx.engine.runner.manual:
+        raise UsageError(
+            "verify records engines that run the whole model in one process; this one does not: "
+            f"{ctx.engine.runner.manual_reason}"
+        )
+    if (Path(section.folder) / f"rank{ctx.rank}").exists():
+        raise UsageError(
+            "verify records one engine with an optimizer, and this script makes a second one"
+        )
     return Recorder(ctx, section) if section.role == "record" else Replay(ctx, section)
 
 

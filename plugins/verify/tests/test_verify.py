@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import ds_zero  # noqa: F401  what the runs need, beside what ds-verify declares
 import pytest
 import torch
+from ds_command_kit.app import make_app
 from ds_run_state.slices import Box
 from ds_testing import run_ranks
 from ds_verify.page import make_page
 from ds_verify.records import decode, encode
 from ds_verify.report import as_data, describe
 from ds_verify.sampling import sample_box, sample_range, sample_size
+from typer.testing import CliRunner
 
 from ds_core.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import verified_runs
 from verified_runs import verify
 
 ZERO = {f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
@@ -48,6 +52,79 @@ def test_a_right_run_is_equal(tmp_path: Path, layout: str) -> None:
     assert {row.rank for row in report.rows} == {0, 1}
     kinds = {row.kind for row in report.rows}
     assert kinds >= {"forward", "backward", "local gradient", "gradient", "norm", "weight", "state"}
+
+
+def test_a_loss_inside_the_model_is_counted_once(tmp_path: Path) -> None:
+    """Logits get a gradient through the loss that the model makes of them; the replay gives it
+    once.
+    """
+    config = {"zero_optimization": {"stage": 2}}
+    report = verify(run_ranks, tmp_path, config, script=verified_runs.train_batches)
+    assert report.first is None, (report.first, report.cause)
+
+
+@pytest.mark.slow
+def test_a_script_for_deepspeed(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3}}
+    report = verify(run_ranks, tmp_path, config, script=verified_runs.train_as_deepspeed)
+    assert report.first is None, (report.first, report.cause)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+def test_slices_of_tensor_parallelism_are_placed(tmp_path: Path, bf16: bool) -> None:
+    """Parameters of which ranks have slices are compared; parts of logits are said not to be."""
+    config = {
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+        "bf16": {"enabled": bf16},
+    }
+    report = verify(run_ranks, tmp_path, config, script=verified_runs.train_llama)
+    assert report.first is None, (report.first, report.cause)
+    assert report.skipped == ("forward lm_head, output 0",)
+    names = {row.name for row in report.rows if row.kind == "gradient"}
+    assert any("q_proj" in name for name in names) and any("down_proj" in name for name in names)
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, FOLDER)
+import ds_core, torch
+from torch import nn
+from verified_runs import BASE, Net
+torch.manual_seed(0)
+engine, *_ = ds_core.initialize(model=Net(), config=dict(BASE))
+for step in range(6 if "short" not in sys.argv else 0):
+    x = torch.randint(0, 30, (2, 7))
+    out = engine(x[:, :-1]).flatten(0, 1)
+    engine.backward(nn.functional.cross_entropy(out, x[:, 1:].flatten()))
+    engine.step()
+"""
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """A script without any change: 0 where it is right, 1 where not, 2 where it has no steps."""
+    script = tmp_path / "train.py"
+    folder = str(Path(__file__).parent)
+    script.write_text(SCRIPT.replace("FOLDER", repr(folder)))
+    fault = tmp_path / "fault.json"
+    fault.write_text(json.dumps({"plugins": {"load": ["fault=faults"]}, "fault": {"kind": "zero"}}))
+    page = tmp_path / "page.html"
+    words = ["verify", "--steps", "1"]
+
+    def run(*more: str) -> Any:
+        return CliRunner(env={"PYTHONPATH": os.pathsep.join([folder, *sys.path])}).invoke(
+            make_app(), [*words, *more]
+        )
+
+    right = run("--html", str(page), str(script))
+    assert right.exit_code == 0 and right.output.startswith("equal: "), right.output
+    assert "<svg" in page.read_text()
+    wrong = run("--config", str(fault), str(script))
+    assert wrong.exit_code == 1 and "gradient of blocks.1.up.weight" in wrong.output, wrong.output
+    none = run(str(script), "short")
+    assert none.exit_code == 2 and "did not come to its end" in none.output, none.output
 
 
 FAULTS = [

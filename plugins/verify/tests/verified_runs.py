@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +46,91 @@ class Net(nn.Module):
         return self.head(self.shared(h))  # type: ignore[no-any-return]
 
 
+class NetWithLoss(Net):
+    """Gives its loss beside the logits of which it is made, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
 def train(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
     """A user's script, but for the section, which ``dscore verify`` adds from outside."""
     import ds_core
 
+    _train(ds_core.initialize, config, section)
+
+
+def train_as_deepspeed(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """A script that was written for DeepSpeed."""
+    import deepspeed
+
+    _train(deepspeed.initialize, config, section)
+
+
+def train_batches(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """A script whose model has the loss, and that leaves micro-batches to the engine."""
+    import ds_core
+
     torch.manual_seed(0)
-    base = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    }
-    engine, *_ = ds_core.initialize(model=Net(), config={**base, **config, "verify": dict(section)})
-    data = torch.Generator().manual_seed(engine.global_rank)
-    try:
+    data = torch.randint(0, 30, (64, 7))
+    config = {**BASE, **config, "verify": dict(section)}
+    engine, *_ = ds_core.initialize(model=NetWithLoss(), config=config, training_data=data)
+    with _ending(engine):
         for _ in range(20):
-            x = torch.randint(0, 30, (2, 7), generator=data)
-            out = engine(x[:, :-1]).flatten(0, 1).float()
-            engine.backward(nn.functional.cross_entropy(out, x[:, 1:].flatten()))
+            engine.train_batch()
+
+
+def train_llama(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """A model of transformers."""
+    from ds_testing.truth import tiny
+
+    import ds_core
+
+    config = {**BASE, **config, "verify": dict(section)}
+    engine, *_ = ds_core.initialize(model=tiny("llama"), config=config)
+    data = torch.Generator().manual_seed(engine.ctx.mesh.index("batch"))
+    with _ending(engine):
+        for _ in range(20):
+            x = torch.randint(2, 60, (2, 9), generator=data)
+            engine.backward(engine(input_ids=x, labels=x).loss)
             engine.step()
+
+
+BASE: Mapping[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+}
+
+
+@contextlib.contextmanager
+def _ending(engine: Any) -> Iterator[None]:
+    """Inside, the recorder ends the program after its last step."""
+    try:
+        yield
     except SystemExit as end:
         assert not end.code
         engine.destroy()
         return
     raise AssertionError("the recorder ends the program after its last step")
+
+
+def _train(
+    initialize: Callable[..., Any], config: Mapping[str, Any], section: Mapping[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    config = {**BASE, **config, "verify": dict(section)}
+    engine, *_ = initialize(model=Net(), config=config)
+    data = torch.Generator().manual_seed(engine.global_rank)
+    with _ending(engine):
+        for _ in range(20):
+            x = torch.randint(0, 30, (2, 7), generator=data)
+            out = engine(x[:, :-1]).flatten(0, 1).float()
+            engine.backward(nn.functional.cross_entropy(out, x[:, 1:].flatten()))
+            engine.step()
 
 
 def verify(
@@ -78,11 +140,12 @@ def verify(
     *,
     world: int = 2,
     steps: int = 2,
+    script: Callable[..., None] = train,
 ) -> Report:
     """What ``dscore verify`` does, on the ranks of a pool."""
     subject = folder / "subject"
     section = {"steps": steps, "folder": str(subject)}
-    ranks(world, train, config, section)
+    ranks(world, script, config, section)
     facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
     config = {**config, **reference_overrides(facts, {})}
     for name in ("reference", "perturbed"):
@@ -93,5 +156,5 @@ def verify(
             "steps": steps,
             "perturb": name == "perturbed",
         }
-        ranks(1, train, config, replay)
+        ranks(1, script, config, replay)
     return compare_folders(subject, folder / "reference", folder / "perturbed")
