@@ -9,7 +9,9 @@ kind and step, and as at least the rounding of the tensor's own dtype.
 
 [Note: updates] Weights are compared by how far they have moved since the first step: a learning rate
 of 1e-4 changes them by less than a perturbed start does, so an update that is missing on one rank
-would hide in the weights themselves.
+would hide in the weights themselves. Where a gradient is little but rounding, optimizers that divide by its
+size move an element by chance: such elements are allowed for, and so is what the next step computes
+with them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from ds_verify.sampling import sample_size
 
 LIMIT = 8.0
 """The ratio above which a tensor counts as different."""
+
+MOST_GROWTH = 100.0
+"""The most that the tolerance of a step grows by what the step before has left apart."""
 
 Key = tuple[str, str, int, int]
 
@@ -55,6 +60,8 @@ class Difference:
     """Of what the subject has."""
     reference: float
     """The norm of what it should have."""
+    plain_ratio: float = 0.0
+    """The ratio without an allowance for unsteady elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ def compare_folders(
     rows: list[Difference] = []
     skipped: dict[str, None] = {}
     cause = ""
+    grown = 1.0
     for step in range(records[0].steps):
         found = records[0].step(step)
         others = [record.step(step) for record in records[1:]]
@@ -113,7 +121,7 @@ def compare_folders(
         shapes = {piece.entry.key: piece.entry.shape for piece in others[0]}
         # An output of which each rank has a part has another shape in one process.
         fitting = [p for p in found if shapes.get(p.entry.key, p.entry.shape) == p.entry.shape]
-        new, missing = _compare_step(step, fitting, wholes, begin, sample)
+        new, missing = _compare_step(step, fitting, wholes, begin, sample, grown)
         missing += [
             f"{p.entry.kind} {p.entry.name}"
             for p in found
@@ -124,6 +132,7 @@ def compare_folders(
         if not cause and (wrong := [row for row in new if not row.ratio <= limit]):
             cause = explain(wrong, found, wholes[0], records[0].facts, equal=rows)
         rows += new
+        grown = max(1.0, _growth(new))
     if not rows:
         from ds_core.errors import UsageError
 
@@ -185,6 +194,7 @@ class _Step:
             self.usual.get(entry.kind, 0.0) * _norm(change),
             _rounding(entry.dtype, here, is_weight=by_update),
         )
+        unsteady = self._unsteady(piece, change) if by_update else 0.0
         size = _norm(values - change)
         order = (self.number, _phase(entry.kind), entry.micro, entry.order)
         return Difference(
@@ -195,11 +205,28 @@ class _Step:
             part=entry.part,
             rank=piece.rank,
             order=order,
-            ratio=_ratio(size, expected),
+            ratio=_ratio(size, max(expected, unsteady)),
+            plain_ratio=_ratio(size, expected),
             relative=_ratio(size, _norm(change)),
             norm=_norm(values),
             reference=_norm(change),
         )
+
+    def _unsteady(self, piece: Recorded, change: Tensor) -> float:
+        """How far an update may be off because of elements whose gradient is little but rounding.
+
+        Optimizers such as Adam divide by the gradient's size, so these move as far as others do,
+        and each of them by chance in one run and not in another.
+        """
+        key = ("gradient", piece.entry.name.removeprefix("master/"), 0, 0)
+        whole = self.reference.get(key)
+        if whole is None or key not in self.moved or not whole.numel():
+            return 0.0
+        noise = max(self.moved[key], self.usual.get("gradient", 0.0) * _norm(whole))
+        noise /= math.sqrt(whole.numel())
+        gradient = piece.of(whole).abs()
+        share = torch.where(gradient > 0, noise / gradient, 0.0).clamp(max=2.0)
+        return _norm(share * change)
 
     def absent(self, found: list[Recorded], limit: int) -> Iterator[Difference]:
         """Gradients that the reference has, and no rank of the subject, or not all of them."""
@@ -221,18 +248,20 @@ def _compare_step(
     wholes: list[dict[Key, Tensor]],
     begin: list[dict[Key, Tensor]],
     limit: int,
+    grown: float,
 ) -> tuple[list[Difference], list[str]]:
     """The rows of one step, and the names that could not be compared.
 
     wholes: of the reference, and of the perturbed one if there is one.
     begin: what weights were before the first step, of the subject and of those.
+    grown: see `_growth`, of the step before.
     """
     reference = wholes[0]
     moved: dict[Key, float] = {}
     for key, whole in reference.items():
         if len(wholes) > 1 and key in wholes[1] and wholes[1][key].shape == whole.shape:
             change = (wholes[1][key] - whole) - _since(begin[2], begin[1], key, whole)
-            moved[key] = _norm(change)
+            moved[key] = _norm(change) * grown
     usual = _median_relative(moved, reference, begin[1])
     # A norm can be moved by nothing by chance, but by no more than all gradients together.
     gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
@@ -247,6 +276,16 @@ def _compare_step(
         else:
             rows.append(step.row(piece, right))
     return [*rows, *step.absent(found, limit)], missing
+
+
+def _growth(rows: Iterable[Difference]) -> float:
+    """How many times farther a weight is from the reference's than the perturbed one is, at most.
+
+    Within what is allowed an unsteady element of the subject may have gone another way, and what
+    the next step computes is as far apart as the weights with which it begins.
+    """
+    found = max((row.plain_ratio for row in rows if row.kind == "weight"), default=1.0)
+    return min(found, MOST_GROWTH)
 
 
 def _phase(kind: str) -> int:
