@@ -169,11 +169,56 @@ def worker(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+class States:
+    """The model and its Adam states as torch has them."""
+
+    def __init__(self, millions: int) -> None:
+        self.model = build(millions)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        fill(self.optimizer)
+        # Bytes: a weight and two states of Adam, of 4 each.
+        self.size = 12 * sum(p.numel() for p in self.model.parameters())
+
+    def save(self, file: Path) -> None:
+        torch.save(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file
+        )
+
+    def load(self, file: Path) -> None:
+        state = torch.load(file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def tree(self) -> dict[str, Any]:
+        """All of them in one dict, as torch's DCP takes them."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": {str(i): s for i, s in enumerate(self.optimizer.state.values())},
+        }
+
+
+def by_torch(states: States, folder: Path, rank: int, note: Callable[[str, float], None]) -> None:
+    file = folder / "all.pt"
+    note(
+        "torch.save by one process: save",
+        timed(lambda: rank or (states.save(file), sync(folder))),
+    )
+    loads("torch.save by one process:", folder, note, lambda: rank or states.load(file))
+
+
+def by_dcp(states: States, folder: Path, rank: int, note: Callable[[str, float], None]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    note(
+        "torch DCP: save",
+        timed(lambda: (dcp.save(states.tree(), checkpoint_id=folder), rank or sync(folder))),
+    )
+    loads("torch DCP:", folder, note, lambda: dcp.load(states.tree(), checkpoint_id=folder))
+
+
 def others(
     arguments: argparse.Namespace, folder: Path, rank: int, note: Callable[[str, float], None]
 ) -> None:
-    import torch.distributed.checkpoint as dcp
-
     engines = {
         f"ds_core stage {stage}{told}": engine_of("ds_core", arguments.millions, stage, **options)
         for stage, told, options in (
@@ -186,49 +231,7 @@ def others(
     }
     for engine in engines.values():
         train_once(engine)
-    model = build(arguments.millions)
-    optimizer = torch.optim.Adam(model.parameters())
-    fill(optimizer)
-    size = 12 * sum(p.numel() for p in model.parameters())
-
-    def clean() -> None:
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            os.sync()  # what was deleted is not paid for by the next one
-        dist.barrier()
-
-    def torch_save() -> None:
-        if rank == 0:
-            torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                folder / "all.pt",
-            )
-            sync(folder)
-
-    def torch_load() -> None:
-        if rank == 0:
-            state = torch.load(folder / "all.pt", weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-
-    def dcp_state() -> dict[str, Any]:
-        return {
-            "model": model.state_dict(),
-            "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())},
-        }
-
-    def by_torch() -> None:
-        note("torch.save by one process: save", timed(torch_save))
-        loads("torch.save by one process:", folder, note, torch_load)
-
-    def by_dcp() -> None:
-        note(
-            "torch DCP: save",
-            timed(lambda: (dcp.save(dcp_state(), checkpoint_id=folder), rank or sync(folder))),
-        )
-        loads("torch DCP:", folder, note, lambda: dcp.load(dcp_state(), checkpoint_id=folder))
+    states = States(arguments.millions)
 
     def by_engine(name: str) -> None:
         engine = engines[name]
@@ -236,25 +239,34 @@ def others(
         note(f"{name}: until it is on the disk", timed(engine.wait_for_checkpoint))
         if rank == 0:
             held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-            note(f"{name}: bytes / bytes of states", held / size)
+            note(f"{name}: bytes / bytes of states", held / states.size)
         loads(f"{name}:", folder, note, lambda: engine.load_checkpoint(str(folder)))
 
     def by_hand() -> None:
         if rank == 0:
-            for what, seconds in zip(("write", "read"), disk(folder, size), strict=True):
+            for what, seconds in zip(("write", "read"), disk(folder, states.size), strict=True):
                 note(f"the disk, one stream: {what}", seconds)
 
     turns: list[Callable[[], None]] = [
         by_hand,
-        by_torch,
-        by_dcp,
+        partial(by_torch, states, folder, rank, note),
+        partial(by_dcp, states, folder, rank, note),
         *(partial(by_engine, name) for name in engines),
     ]
     for turn in range(arguments.rounds):
         # who follows whom matters to a disk
         for work in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
-            clean()
+            clean(folder, rank)
             work()
+
+
+def clean(folder: Path, rank: int) -> None:
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        os.sync()  # what was deleted is not paid for by the next one
+    dist.barrier()
 
 
 def launch(

@@ -173,29 +173,27 @@ class CollectivesEntry(_Record):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerEntry(_Record):
-    """A named optimizer. `load` is called as ``load(param_groups, **params)``.
-
-    params: reference to a pydantic model of the keyword arguments, which is validated before
-        anything starts.
-    grain: what its arithmetic needs whole: single elements, tensors (norms), matrices, or the model
-        (values over all tensors); None when unknown. Where ranks have parts of what it needs whole,
-        `initialize` refuses.
-    collects: it collects from other ranks what it needs whole, as by ds-optimizer-kit, so that its
-        tensors may be cut anywhere.
-    partitioner: for one that reduces gradients by itself: reference to a function ``ctx ->
-        Partitioner`` that leaves them to it, and is given the optimizer by `Partitioner.bind`.
-        None: any partitioner will do.
-    groups: for one that treats parameters differently by name or shape; called before anything is
-        partitioned, as ``groups(param_groups, names, **params)`` with the names of parameters, and
-        gives the groups to use.
-    """
+    """A named optimizer. `load` is called as ``load(param_groups, **params)``."""
 
     load: Ref
     params: Ref | None = None
+    """Reference to a pydantic model of the keyword arguments, which is validated before anything
+    starts."""
     grain: Grain | None = "element"
+    """What its arithmetic needs whole: single elements, tensors (norms), matrices, or the model
+    (values over all tensors); None when unknown. Where ranks have parts of what it needs whole,
+    `initialize` refuses."""
     groups: Ref | None = None
+    """For one that treats parameters differently by name or shape: called before anything is
+    partitioned, as ``groups(param_groups, names, **params)`` with the names of parameters, and
+    gives the groups to use."""
     partitioner: Ref | None = None
+    """For one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
+    leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will
+    do."""
     collects: bool = False
+    """It collects from other ranks what it needs whole, as by ds-optimizer-kit, so that its tensors
+    may be cut anywhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,19 +67,7 @@ def save(
     later.wait()
     # Prepare: everything that can be wrong is found before a file is written.
     action = f"cannot save a checkpoint to {folder!s:.200}"
-    prepared, reports = on_every_rank(
-        action,
-        lambda: _prepare(run, folder, options),
-        lambda p: {
-            "tag": p.tag,
-            "buffers": digests(run.module),
-            "offloaded": any(piece.read for piece in p.pieces),
-        },
-    )
-    tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
-    # Buffers that differ between ranks, such as running statistics, are stored per rank.
-    own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
-    prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
+    prepared, tag, offloaded = _prepare_together(run, action, folder, options, config)
     root = Path(folder)
     site = find_site(config.use_node_local_storage)
     # Rank 0 takes the folder's lock and makes the directory that all write into.
@@ -93,7 +81,6 @@ def save(
         options.save_latest,
         config.keep_last,
     )
-    offloaded = any(report["offloaded"] for report in reports)
     if config.asynchronous and offloaded:
         log_once(
             log,
@@ -167,6 +154,26 @@ def _join(lock: FolderLock, job: SaveJob) -> None:
 
 
 # -- prepare ---------------------------------------------------------------------------------------
+
+
+def _prepare_together(
+    run: RunState, action: str, folder: Folder, options: SaveOptions, config: CheckpointConfig
+) -> tuple[Prepared, str, bool]:
+    """(what this rank writes, the tag, whether any rank has offloaded states). Collective."""
+    prepared, reports = on_every_rank(
+        action,
+        lambda: _prepare(run, folder, options),
+        lambda p: {
+            "tag": p.tag,
+            "buffers": digests(run.module),
+            "offloaded": any(piece.read for piece in p.pieces),
+        },
+    )
+    tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
+    # Buffers that differ between ranks, such as running statistics, are stored per rank.
+    own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
+    prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
+    return prepared, tag, any(report["offloaded"] for report in reports)
 
 
 def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:

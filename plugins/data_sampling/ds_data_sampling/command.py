@@ -87,26 +87,19 @@ def analyze(
 
     sys.path.insert(0, os.getcwd())  # modules beside which the command is run
     data = _dataset(dataset)
-    if worker is None and not combine:
+    if combine:
+        measures = analysis.measures_of(metric, folder)
+        found = analysis.combine(folder, measures, len(data), workers=workers)
+    elif worker is None:
         if workers > 1:
             raise UsageError("--workers needs --worker, or --combine when all workers have ended")
         found = analysis.analyze(data, metric, folder, batch_size=batch_size, processes=processes)
     else:
         measures = analysis.measures_of(metric, folder)
-        if not combine:
-            assert worker is not None
-            analysis.measure(
-                data,
-                measures,
-                folder,
-                worker=worker,
-                workers=workers,
-                batch_size=batch_size,
-                processes=processes,
-            )
-            typer.echo(f"worker {worker} of {workers} has measured its part")
-            return
-        found = analysis.combine(folder, measures, len(data), workers=workers)
+        part = {"worker": worker, "workers": workers}
+        analysis.measure(data, measures, folder, **part, batch_size=batch_size, processes=processes)
+        typer.echo(f"worker {worker} of {workers} has measured its part")
+        return
     for name, facts in found.items():
         typer.echo(_line(folder / name, facts))
 

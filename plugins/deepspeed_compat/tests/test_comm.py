@@ -4,6 +4,7 @@ results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,18 +25,16 @@ def t(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def every_collective() -> dict[str, Any]:
-    ds_core.init_distributed("gloo")
-    rank = comm.get_rank()
-    other = 1 - comm.get_rank()
-    mine = t(1.0 + rank, 3.0 + rank)
-    seen = {}
+class Seen(dict[str, Any]):
+    """Results of collectives, by name."""
 
-    def fill(name: str, tensor: torch.Tensor, work: Any = None) -> None:
+    def fill(self, name: str, tensor: torch.Tensor, work: Any = None) -> None:
         if work is not None:
             work.wait()
-        seen[name] = tensor.flatten().tolist()
+        self[name] = tensor.flatten().tolist()
 
+
+def reduces(rank: int, mine: torch.Tensor, fill: Callable[..., None]) -> None:
     out = mine.clone()
     fill(
         "all_reduce", out, comm.all_reduce(out, SUM, None, True, prof=True, log_name="x", debug="")
@@ -49,6 +48,16 @@ def every_collective() -> dict[str, Any]:
     out = mine.clone()
     comm.reduce(out, 0)
     fill("reduce", out if rank == 0 else t())
+    out = torch.empty(1)
+    comm.reduce_scatter_tensor(out, mine)
+    fill("reduce_scatter_tensor", out)
+    out = torch.empty(1, 2)
+    comm.reduce_scatter(out, [mine.view(1, 2), 10 * mine.view(1, 2)])
+    fill("reduce_scatter", out)
+
+
+def copies(rank: int, mine: torch.Tensor, fill: Callable[..., None]) -> None:
+    """Broadcast, gather, scatter, and each to each."""
     out = mine.clone()
     comm.broadcast(out, 1)
     fill("broadcast", out)
@@ -64,12 +73,6 @@ def every_collective() -> dict[str, Any]:
         outs[1],
         comm.all_gather_coalesced(outs, [mine, mine * 2], async_op=True),
     )
-    out = torch.empty(1)
-    comm.reduce_scatter_tensor(out, mine)
-    fill("reduce_scatter_tensor", out)
-    out = torch.empty(1, 2)
-    comm.reduce_scatter(out, [mine.view(1, 2), 10 * mine.view(1, 2)])
-    fill("reduce_scatter", out)
     out = torch.empty(2)
     comm.all_to_all_single(out, mine)
     fill("all_to_all_single", out)
@@ -83,6 +86,11 @@ def every_collective() -> dict[str, Any]:
     out = torch.empty(2)
     comm.scatter(out, [mine, 2 * mine] if rank == 0 else None)
     fill("scatter", out)
+
+
+def sends(rank: int, mine: torch.Tensor, fill: Callable[..., None]) -> None:
+    other = 1 - rank
+    out = torch.empty(2)
     if rank == 0:
         comm.send(mine, 1, tag=3)
         comm.recv(out, 1, tag=4)
@@ -96,6 +104,15 @@ def every_collective() -> dict[str, Any]:
         [comm.P2POp(dist.isend, mine, other), comm.P2POp(dist.irecv, out, other)]
     )
     fill("batch", out, [work.wait() for work in works] and None)
+
+
+def every_collective() -> dict[str, Any]:
+    ds_core.init_distributed("gloo")
+    rank = comm.get_rank()
+    mine = t(1.0 + rank, 3.0 + rank)
+    seen = Seen()
+    for calls in (reduces, copies, sends):
+        calls(rank, mine, seen.fill)
     comm.barrier()
     comm.monitored_barrier()
     objects: list[Any] = [{"a": [1, None]}, "text"] if rank == 0 else [None, None]
@@ -111,7 +128,7 @@ def every_collective() -> dict[str, Any]:
         comm.get_all_ranks_from_group(),
         comm.get_local_rank() == rank,
     )
-    return seen
+    return dict(seen)
 
 
 def test_every_collective() -> None:

@@ -18,6 +18,8 @@ from ds_testing import run_ranks
 from pipe_models import MICRO, Plain, batch, pipeline, specs
 from pipe_steps import linears, pipeline_engine, plain_step, rows, squares, trains_like
 
+import ds_core
+from ds_core import comm
 from ds_core.errors import ConfigError, UsageError
 from ds_core.mesh import plan_mesh
 from ds_core.setup.compose import compose
@@ -25,16 +27,9 @@ from ds_core.setup.compose import compose
 # -- topologies and the mpu ------------------------------------------------------------------------
 
 
-def has_a_topology() -> None:
-    from ds_pipeline import (
-        PipeDataParallelTopology,
-        PipelineModule,
-        PipelineParallelGrid,
-        PipeModelDataParallelTopology,
-    )
-
-    import ds_core
-    from ds_core import comm
+def has_grids_alone() -> None:
+    """A grid of a process group, without a model: all ranks, or half of them."""
+    from ds_pipeline import PipeDataParallelTopology, PipelineParallelGrid
 
     alone = PipelineParallelGrid()
     assert (alone.get_data_parallel_world_size(), alone.get_data_parallel_rank()) == (
@@ -51,6 +46,13 @@ def has_a_topology() -> None:
         PipelineParallelGrid(PipeDataParallelTopology(2, 2), half)
     with pytest.raises(UsageError, match=f"rank {comm.rank()} is not in process_group"):
         PipelineParallelGrid(process_group=other)
+
+
+def has_a_topology() -> None:
+    """The mpu of an engine over a topology that the user gave."""
+    from ds_pipeline import PipeDataParallelTopology, PipelineModule
+
+    has_grids_alone()
     model = PipelineModule(linears(4), topology=PipeDataParallelTopology(2, 2), loss_fn=squares)
     with pytest.raises(
         UsageError, match="once ds_core.initialize has been called with the module, without mpu="
@@ -76,6 +78,16 @@ def has_a_topology() -> None:
     assert mpu.stage_to_global(1) == 2 + rank % 2
     assert engine.is_first_stage() == mpu.is_first_stage == (rank < 2)
     engine.destroy()
+    refuses_what_does_not_fit(mpu)
+
+
+def refuses_what_does_not_fit(mpu: Any) -> None:
+    """Topologies of another size, and an `mpu` beside the module's own."""
+    from ds_pipeline import (
+        PipeDataParallelTopology,
+        PipelineModule,
+        PipeModelDataParallelTopology,
+    )
 
     wrong = [
         (PipeDataParallelTopology(4, 2), "the topology has 8 ranks in 4 stages, this run 4 in 4"),
@@ -188,8 +200,6 @@ def reports(folder: Path) -> None:
 
 def only_evaluates(zero: int) -> None:
     """Without an optimizer; and in turns with training, under every stage of ZeRO."""
-    import ds_core
-
     truth = Plain()
     wanted = sum(truth(*batch(0, m, 0)).item() for m in range(2)) / 2
     if zero == 0:
@@ -225,8 +235,6 @@ def misuses() -> None:
     """Ranks that are not at the same work all say so, and can go on; buffers that are filled again
     are noticed.
     """
-    from ds_core import comm
-
     engine = pipeline_engine(pipeline(2))
     first = comm.rank() == 0
     pattern = "ranks do not make the same call: this one is in "

@@ -36,50 +36,42 @@ def _write_record(
             "config": config,
             "versions": {"torch": "2.13.0"},
         }
+        end = {"state": last, **({"error": f"ValueError: {name}"} if last == "failed" else {})}
         rows: list[dict[str, Any]] = [
-            {"kind": "start", "time": 1e9, "format": 1, "total_steps": 50, **start}
-        ]
-        for step in range(1, steps + 1):
-            metrics = {
-                "loss": 4 / step,
-                "lr": 0.1,
-                "grad_norm": 1.0,
-                "samples": 8.0 * step,
-                f"mine/{name}": float(step),
-            }
-            metrics["Train/Samples/tokens_per_second"] = 64.0
-            ms = {
-                "forward": 20.0,
-                "backward": 60.0,
-                "backward_inner": 40.0,
-                "backward_allreduce": 15.0,
-                "step": 10.0,
-            }
-            rows.append(
-                {
-                    "kind": "step",
-                    "time": 1e9 + step * 0.1,
-                    "step": step,
-                    "metrics": metrics,
-                    "host_ms": ms,
-                }
-            )
-        rows.append(
+            {"kind": "start", "time": 1e9, "format": 1, "total_steps": 50, **start},
+            *(_step(number, name) for number in range(1, steps + 1)),
             {
                 "kind": "memory",
                 "time": 1e9,
                 "step": steps,
                 "allocated": 2**30,
                 "peak": (rank + 2) * 2**30,
-            }
-        )
-        rows.append(
-            {
-                "kind": "end",
-                "time": 1e9 + 9,
-                "state": last,
-                **({"error": f"ValueError: {name}"} if last == "failed" else {}),
-            }
-        )
+            },
+            {"kind": "end", "time": 1e9 + 9, **end},
+        ]
         (folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def _step(number: int, name: str) -> dict[str, Any]:
+    """The row of one step; `name` is that of a metric of the run's own."""
+    return {
+        "kind": "step",
+        "time": 1e9 + number * 0.1,
+        "step": number,
+        "metrics": {
+            "loss": 4 / number,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+            "samples": 8.0 * number,
+            f"mine/{name}": float(number),
+            "Train/Samples/tokens_per_second": 64.0,
+        },
+        "host_ms": {
+            "forward": 20.0,
+            "backward": 60.0,
+            "backward_inner": 40.0,
+            "backward_allreduce": 15.0,
+            "step": 10.0,
+        },
+    }

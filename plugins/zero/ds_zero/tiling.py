@@ -153,8 +153,14 @@ class TiledLinear(_Tiles):
     in_features, out_features, bias: of the full layer.
     in_splits, out_splits: into how many nearly equal parts inputs and outputs are cut, 1 to the
         number of features.
-    input_is_already_split: forward accepts a list of `in_splits` tensors instead of one.
-    combine_out_splits: forward returns one tensor; False: the list of the `out_splits` tensors.
+
+    What forward accepts and returns:
+
+    input_is_already_split: it accepts a list of `in_splits` tensors instead of one.
+    combine_out_splits: it returns one tensor; False: the list of the `out_splits` tensors.
+
+    How the tiles are made:
+
     linear_cls: makes a tile, as ``linear_cls(in, out, bias=..., **kwargs)``.
     init_linear: a full layer to copy the values from. Without it each tile is initialised by its
         class, for its own number of inputs not that of the full layer.

@@ -60,26 +60,10 @@ def moves(
                 start - held[0], start - wanted[0], 1, stop - start, stop - start, stop - start
             )
         return
-    # What both boxes have, by dimension: first index and length.
-    low = [max(a, b) for a, b in zip(source.first, target.first, strict=True)]
-    ends = (
-        min(a + n, b + m)
-        for a, n, b, m in zip(source.first, source.size, target.first, target.size, strict=True)
-    )
-    both = [max(0, end - start) for start, end in zip(low, ends, strict=True)]
+    low, both = _intersect(source, target)
     if 0 in both:
         return
-    # A dimension is alike where both arrays have exactly what they share of it: there the step from
-    # one index to the next leaves no gap, so it folds into the dimension before it.
-    alike = [n == a == b for n, a, b in zip(both, source.size, within, strict=True)]
-    # the innermost dimension in which they differ: a run is what they share of it
-    run = len(both) - 1
-    while run > 0 and alike[run]:
-        run -= 1
-    # rows: the dimensions from here to `run`, where all but the first are alike
-    outer = max(run - 1, 0)
-    while outer > 0 and alike[outer]:
-        outer -= 1
+    outer, run = _fold(both, source.size, within)
     length = math.prod(both[run:])
     rows = math.prod(both[outer:run])
     to_source, source_step = _places(source.size, _minus(low, source.first), run, length)
@@ -99,6 +83,35 @@ def moves(
         yield from _pieces(
             first, min(last, rows * length), length, places, (source_step, target_step)
         )
+
+
+def _intersect(source: Box, target: Box) -> tuple[list[int], list[int]]:
+    """What both boxes have, by dimension: first index, and length (0 where they do not meet)."""
+    low = [max(a, b) for a, b in zip(source.first, target.first, strict=True)]
+    ends = (
+        min(a + n, b + m)
+        for a, n, b, m in zip(source.first, source.size, target.first, target.size, strict=True)
+    )
+    return low, [max(0, end - start) for start, end in zip(low, ends, strict=True)]
+
+
+def _fold(both: Sequence[int], source: Sequence[int], within: Sequence[int]) -> tuple[int, int]:
+    """(first dimension of the rows, first dimension of a run): see `moves`.
+
+    both: the size of what is copied; it is cut from arrays of the sizes `source` and `within`.
+    """
+    # A dimension is alike where both arrays have exactly what they share of it: there the step from
+    # one index to the next leaves no gap, so it folds into the dimension before it.
+    alike = [n == a == b for n, a, b in zip(both, source, within, strict=True)]
+    # The innermost dimension in which they differ: a run is what they share of it.
+    run = len(both) - 1
+    while run > 0 and alike[run]:
+        run -= 1
+    # Rows: the dimensions from here to `run`, where all but the first are alike.
+    outer = max(run - 1, 0)
+    while outer > 0 and alike[outer]:
+        outer -= 1
+    return outer, run
 
 
 def _minus(a: Sequence[int], b: Sequence[int]) -> list[int]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from common import Tokens, arguments, first_rank, tiny_llama, write
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import deepspeed as hf
+
+
+def loss_of(folder: Path) -> float:
+    """The loss of the model in `folder` on four samples."""
+    rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
+    with torch.no_grad():
+        return float(LlamaForCausalLM.from_pretrained(folder)(input_ids=rows, labels=rows).loss)
 
 
 def main() -> None:
@@ -56,16 +65,11 @@ def main() -> None:
     trainer.save_model(str(args.work / "final"))
     settings.distributed_state.wait_for_everyone()
     hf.unset_hf_deepspeed_config()  # what follows is an ordinary load, on each rank by itself
-    rows = torch.stack([Tokens(4, seed=2)[i]["input_ids"] for i in range(4)])
-    with torch.no_grad():
-        final = LlamaForCausalLM.from_pretrained(args.work / "final")(
-            input_ids=rows, labels=rows
-        ).loss
     write(
         args.out,
         engine,
         sharded=sharded,
-        final=float(final),
+        final=loss_of(args.work / "final"),
         losses=[row["loss"] for row in history if "loss" in row],
         norms=[row["grad_norm"] for row in history if "grad_norm" in row],
         evals=[row["eval_loss"] for row in history if "eval_loss" in row],

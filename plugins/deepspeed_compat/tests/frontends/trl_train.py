@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,49 @@ def longer(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
+def by_sft(args: Namespace, shared: dict[str, Any], **parts: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_dict({"text": [text(i, 1 + i % 3) for i in range(32)]})
+    return SFTTrainer(args=SFTConfig(**shared), train_dataset=rows, **parts)
+
+
+def by_grpo(args: Namespace, shared: dict[str, Any], **parts: Any) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    few = {
+        "num_generations": 2,
+        "max_completion_length": 6,
+        "beta": 0.1 if args.lora else 0.0,
+        "temperature": 1.0,
+        "seed": 3,
+        "max_steps": 3,
+    }
+    # GRPO limits completions alone.
+    config = GRPOConfig(**{k: v for k, v in shared.items() if k != "max_length"} | few)
+    rows = Dataset.from_dict({"prompt": [text(i, 1) for i in range(32)]})
+    return GRPOTrainer(args=config, reward_funcs=longer, train_dataset=rows, **parts)
+
+
+def by_dpo(args: Namespace, shared: dict[str, Any], **parts: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    rows = Dataset.from_dict(
+        {
+            "prompt": [text(i, 1) for i in range(32)],
+            "chosen": [text(i + 6, 1) for i in range(32)],
+            "rejected": [text(i + 6, 5) for i in range(32)],
+        }
+    )
+    return DPOTrainer(
+        # Without an adapter the weights before training have to be kept apart.
+        ref_model=None if args.lora else tiny_llama(),
+        args=DPOConfig(**shared, precompute_ref_log_probs=bool(args.ahead)),
+        train_dataset=rows,
+        **parts,
+    )
+
+
 def main() -> None:
     """Six steps of ``--what`` sft, dpo or grpo; ``--lora 1``: an adapter; ``--ahead 1``: the
     reference first.
@@ -78,55 +122,8 @@ def main() -> None:
     model = tiny_llama()
     lora = {"peft_config": adapter()} if args.lora else {}
     Path(args.work).mkdir(parents=True, exist_ok=True)
-    if args.what == "sft":
-        from trl import SFTConfig, SFTTrainer
-
-        rows = Dataset.from_dict({"text": [text(i, 1 + i % 3) for i in range(32)]})
-        trainer = SFTTrainer(
-            model=model,
-            args=SFTConfig(**shared),
-            train_dataset=rows,
-            processing_class=tokenizer(),
-            **lora,
-        )
-    elif args.what == "grpo":
-        from trl import GRPOConfig, GRPOTrainer
-
-        del shared["max_length"]
-        few = {
-            "num_generations": 2,
-            "max_completion_length": 6,
-            "beta": 0.1 if args.lora else 0.0,
-            "temperature": 1.0,
-            "seed": 3,
-        }
-        rows = Dataset.from_dict({"prompt": [text(i, 1) for i in range(32)]})
-        trainer = GRPOTrainer(
-            model=model,
-            args=GRPOConfig(**{**shared, **few, "max_steps": 3}),
-            reward_funcs=longer,
-            train_dataset=rows,
-            processing_class=tokenizer(),
-            **lora,
-        )
-    else:
-        from trl import DPOConfig, DPOTrainer
-
-        rows = Dataset.from_dict(
-            {
-                "prompt": [text(i, 1) for i in range(32)],
-                "chosen": [text(i + 6, 1) for i in range(32)],
-                "rejected": [text(i + 6, 5) for i in range(32)],
-            }
-        )
-        trainer = DPOTrainer(
-            model=model,
-            ref_model=None if args.lora else tiny_llama(),
-            args=DPOConfig(**shared, precompute_ref_log_probs=bool(args.ahead)),
-            train_dataset=rows,
-            processing_class=tokenizer(),
-            **lora,
-        )
+    make = {"sft": by_sft, "grpo": by_grpo, "dpo": by_dpo}[args.what]
+    trainer = make(args, shared, model=model, processing_class=tokenizer(), **lora)
     trainer.train()
     write(
         args.out,

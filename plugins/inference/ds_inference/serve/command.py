@@ -13,68 +13,73 @@ from typing import Annotated, Literal
 import typer
 from ds_command_kit.show import CommandError
 
-DType = Literal["fp32", "bf16", "fp16"]
-Bits = Literal["int8", "int4"]
+# -- the options, in the order of the command ------------------------------------------------------
+
+Model = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, or a GGUF file."),
+]
+Host = Annotated[str, typer.Option(help="Where to listen; what others can reach needs a token.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+Name = Annotated[
+    str | None, typer.Option(help="What requests call the model. Default: the name of MODEL.")
+]
+DType = Annotated[
+    Literal["fp32", "bf16", "fp16"] | None,
+    typer.Option(help="Default: bf16 on accelerators, fp32 on CPUs."),
+]
+Quantize = Annotated[
+    Literal["int8", "int4"] | None, typer.Option(help="Weights of linear layers in 8 or 4 bits.")
+]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(min=32, help="Tokens of all running requests. Default: 16384, or the context."),
+]
+MaxQueue = Annotated[int, typer.Option(min=1, help="Answers that may wait for their first token.")]
+MaxConnections = Annotated[int, typer.Option(min=1, help="Connections at a time.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for a request, from its body to its end.")
+]
+Grace = Annotated[float, typer.Option(min=0, help="Seconds that answers get to end after SIGTERM.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="What requests must bear; or DSCORE_SERVE_TOKEN.")
+]
+TP = Annotated[int, typer.Option(min=1, help="Ranks that divide the model; see `dscore run`.")]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="A checkpoint of ds_core, whose weights take the place of MODEL's."),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a CPU that compute.")]
+
+
+# -- the command -----------------------------------------------------------------------------------
 
 
 def serve(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, or a GGUF file."),
-    ],
-    host: Annotated[
-        str, typer.Option(help="Where to listen; what others can reach needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="What requests call the model. Default: the name of MODEL.")
-    ] = None,
-    dtype: Annotated[
-        DType | None, typer.Option(help="Default: bf16 on accelerators, fp32 on CPUs.")
-    ] = None,
-    quantize: Annotated[
-        Bits | None, typer.Option(help="Weights of linear layers in 8 or 4 bits.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=32, help="Tokens of all running requests. Default: 16384, or the context."
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Answers that may wait for their first token.")
-    ] = 256,
-    max_connections: Annotated[int, typer.Option(min=1, help="Connections at a time.")] = 512,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a request, from its body to its end.")
-    ] = 600.0,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that answers get to end after SIGTERM.")
-    ] = 30.0,
-    token_file: Annotated[
-        Path | None, typer.Option(help="What requests must bear; or DSCORE_SERVE_TOKEN.")
-    ] = None,
-    tp: Annotated[
-        int, typer.Option(min=1, help="Ranks that divide the model; see `dscore run`.")
-    ] = 1,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="A checkpoint of ds_core, whose weights take the place of MODEL's."),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of a CPU that compute.")
-    ] = None,
+    model: Model,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: Name = None,
+    dtype: DType = None,
+    quantize: Quantize = None,
+    max_tokens: MaxTokens = None,
+    cache_tokens: CacheTokens = None,
+    max_queue: MaxQueue = 256,
+    max_connections: MaxConnections = 512,
+    timeout: Timeout = 600.0,
+    grace: Grace = 30.0,
+    token_file: TokenFile = None,
+    tp: TP = 1,
+    checkpoint: Checkpoint = None,
+    threads: Threads = None,
 ) -> None:
     """Serve MODEL over HTTP, in OpenAI's protocol: /v1/completions, /v1/chat/completions,
     /v1/models.
 
     /health says whether it serves, /metrics is for Prometheus. SIGTERM and Ctrl-C end it in order.
     """
-    needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
-    # An extra of the distribution: without it all but this command works.
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise CommandError(f"missing: {', '.join(missing)}; pip install 'ds-inference[serve]'")
+    _check_extra()
     from ds_inference.serve.driver import follow
     from ds_inference.serve.http.server import Server, Settings, listen, token_from
     from ds_inference.serve.model import Choices, open_model
@@ -105,3 +110,10 @@ def serve(
 
     if not Server(served, settings, ready).serve_until_stopped():
         raise typer.Exit(1)
+
+
+def _check_extra() -> None:
+    """Raise CommandError where the extra ``serve`` is missing: all but this command works then."""
+    needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise CommandError(f"missing: {', '.join(missing)}; pip install 'ds-inference[serve]'")

@@ -48,21 +48,30 @@ class PipelineModule(LayerFiles, nn.Module):
 
     layers: modules, `LayerSpec`, `TiedLayerSpec` and functions, or an ``nn.Sequential``. Inputs and
         outputs are a tensor or a tuple of tensors.
-    num_stages, or topology: one is needed; the world must be a multiple of the stages, and what is
-        left becomes data parallelism.
     loss_fn: ``(outputs, labels) -> loss``, on the last stage; without it the last output is the
         loss.
+    dynamic_shape: shapes may change from micro-batch to micro-batch in ways that the inputs of the
+        model do not show.
+
+    How it is cut:
+
+    num_stages, or topology: one is needed; the world must be a multiple of the stages, and what is
+        left becomes data parallelism.
+    chunks: parts of the model per stage, for the interleaved schedule.
+    partition_method: see `ds_pipeline.layers.balance`.
+    example: one input of the model, for partition_method "profile".
+
+    Random numbers:
+
     seed_layers: layer i is built under seed base_seed + i, and runs under base_seed * micro-batch +
         i.
     seed_fn: sets a seed (default torch.manual_seed).
-    partition_method: see `ds_pipeline.layers.balance`.
+
+    Activation checkpointing:
+
     activation_checkpoint_interval: layers that are checkpointed together; 0: none are.
     activation_checkpoint_func: ``(function, *inputs)``, in the place of torch's checkpoint.
     checkpointable_layers: class names of layers that may be; None: all with parameters.
-    dynamic_shape: shapes may change from micro-batch to micro-batch in ways that the inputs of the
-        model do not show.
-    chunks: parts of the model per stage, for the interleaved schedule.
-    example: one input of the model, for partition_method "profile".
 
     Every rank builds it with the same arguments, before `ds_core.initialize`.
     """
@@ -106,13 +115,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.checkpointable_layers = checkpointable_layers
         self.use_reentrant = False
         specs: list[Layer] = list(layers)
-        if not specs:
-            raise UsageError("PipelineModule was given no layers")
-        if chunks < 1 or (chunks > 1 and len(specs) < chunks * self.num_stages):
-            raise UsageError(
-                f"{len(specs)} layers cannot make {chunks} chunks on each of {self.num_stages} "
-                "stages; use fewer chunks"
-            )
+        self._check_layers(len(specs))
         self.parts = self._partition(specs, example)
         self._check_shared(specs)
         self.layers = nn.ModuleDict()
@@ -157,6 +160,15 @@ class PipelineModule(LayerFiles, nn.Module):
                 f"{world} in {self.num_stages}"
             )
         return topology
+
+    def _check_layers(self, count: int) -> None:
+        if count == 0:
+            raise UsageError("PipelineModule was given no layers")
+        if self.chunks < 1 or (self.chunks > 1 and count < self.chunks * self.num_stages):
+            raise UsageError(
+                f"{count} layers cannot make {self.chunks} chunks on each of {self.num_stages} "
+                "stages; use fewer chunks"
+            )
 
     def _partition(self, specs: Sequence[Layer], example: Any) -> list[int]:
         def times() -> Sequence[float]:
