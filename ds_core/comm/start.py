@@ -97,9 +97,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch's default process group, unless one runs already.
-
-    It has one rank if no launcher started this process.
+    """Start torch's default process group, unless one runs already; of one rank where no launcher
+    started this process.
 
     dist_backend: None takes the accelerator's.
     auto_mpi_discovery: ask `ds_rendezvous` (MPI, Slurm, ...) when torchrun's variables are missing.
@@ -112,8 +111,7 @@ def init_distributed(
     Collective. Raises CommError, which names each variable that is missing or wrong, or who was
     expected where.
     """
-    plugins = None
-    run = None
+    plugins = run = None
     if config is not None:
         from ds_core.config import check_rules, load_config
 
@@ -127,14 +125,9 @@ def init_distributed(
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
     else:
-        import torch.distributed as dist
-
         from ds_core.accelerator import get_accelerator
 
-        if not dist.is_available():
-            raise CommError(
-                "this torch was built without torch.distributed; install one that has it"
-            )
+        dist = _import_distributed()
         backend = dist_backend or get_accelerator().communication_backend
         limit = timeout if timeout is not None else _default_timeout(os.environ)
         if init_method in (None, "env://"):
@@ -150,9 +143,16 @@ def init_distributed(
             )
     if plugins is not None and run is not None:
         add_interceptors_of(plugins, run)
-        comm.check_ranks_agree(
-            {f"config.{key}": value for key, value in run.fingerprint_items().items()}
-        )
+        comm.check_ranks_agree({f"config.{k}": v for k, v in run.fingerprint_items().items()})
+
+
+def _import_distributed() -> Any:
+    """``torch.distributed``; CommError where this torch has none."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise CommError("this torch was built without torch.distributed; install one that has it")
+    return dist
 
 
 def reset() -> None:
@@ -187,29 +187,26 @@ def find_rendezvous(
         _provider(plugins)
     # What the caller says goes before the environment, and that before what a job's scheduler says.
     facts = {name: env[name] for name in _NAMES if env.get(name)}
-    facts |= {
-        name: str(value)
-        for name, value in (("RANK", rank), ("WORLD_SIZE", world_size))
-        if value >= 0
-    }
+    if rank >= 0:
+        facts["RANK"] = str(rank)
+    if world_size >= 0:
+        facts["WORLD_SIZE"] = str(world_size)
     source = "the launcher's variables"
     job = None
-    if (
-        discover
-        and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= facts.keys()
-        and (job := _find_job(env)) is not None
-    ):
+    if discover and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= facts.keys():
+        job = _find_job(env)
+    if job is not None:
         source = source if "RANK" in facts else job.source
         facts = {**job.variables, **facts}
     if "RANK" not in facts and "WORLD_SIZE" not in facts:
         return None
     # What can be filled in: a single process meets no others, and one whose place was given has no
     # launcher that counts the processes of a host.
-    facts = {"MASTER_PORT": str(port), **facts}
-    if min(rank, world_size) >= 0 or facts.get("WORLD_SIZE") == "1":
-        facts = {"LOCAL_RANK": "0", **facts}
+    facts.setdefault("MASTER_PORT", str(port))
     if facts.get("WORLD_SIZE") == "1":
-        facts = {"MASTER_ADDR": "127.0.0.1", **facts}
+        facts = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", **facts}
+    elif min(rank, world_size) >= 0:
+        facts.setdefault("LOCAL_RANK", "0")
     missing = [name for name in _NAMES if name not in facts]
     # Some schedulers tell each process its rank, but not on which host rank 0 is.
     if missing == ["MASTER_ADDR"] and collective and job is not None and job.address is not None:
@@ -227,6 +224,11 @@ def find_rendezvous(
             f"{', '.join(missing)} missing from the environment, which has {told} from "
             f"{source}{hint}; {_FIX}"
         )
+    return _read_place(facts, source)
+
+
+def _read_place(facts: Mapping[str, str], source: str) -> Rendezvous:
+    """The place that complete variables name; CommError where one of them cannot be right."""
     here = Rendezvous(
         _integer(facts, "RANK"),
         _integer(facts, "WORLD_SIZE"),

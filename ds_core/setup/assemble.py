@@ -1,8 +1,9 @@
-"""`initialize`: the one function in which the whole composition is visible.
+"""`initialize`: the composition of an engine, from its config on.
 
-config -> plugins -> accelerator -> mesh -> (ranks talk for the first time) -> transforms by phase
--> param axes -> kernels -> partitioner -> optimizer -> schedule -> engine. Everything that can be
-wrong in a config is found before any process talks to another.
+`compose`: config -> plugins. `open_run`: accelerator -> kernels -> mesh -> (ranks talk for the
+first time). `_prepare`: transforms by phase -> param axes. `_assemble`: partitioner -> optimizer ->
+schedule -> engine. Everything that can be wrong in a config is found before any process talks to
+another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -64,12 +66,11 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: Any = None,
 ) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
-    """Make a model trainable as its config says.
+    """Make a model trainable as its config says. Collective: every rank calls it.
 
     Returns ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
 
-    args: parsed arguments, a namespace or a mapping, whose ``deepspeed_config`` may name the config
-        file.
+    args: a namespace or a mapping, whose ``deepspeed_config`` may name the config file.
     model: any module; it is moved to the accelerator, and may ask for config sections (`compose`).
     optimizer: an Optimizer, or a function ``groups -> Optimizer``; overrides the config's.
     model_parameters: parameters or group dicts; default the model's trainable ones.
@@ -78,8 +79,6 @@ def initialize(
     mpu: an external model-parallel unit.
     config: dict, file path or base64 text (config_params is its old name).
     mesh_param: (data, sequence) sizes; the second stands for the key sequence_parallel_size.
-
-    Collective: every rank calls it.
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """
@@ -94,9 +93,7 @@ def initialize(
     # Ranks talk for the first time. The groups of an mpu exist only once the process group runs.
     ctx = open_run(
         chosen,
-        functools.partial(_mesh_of, chosen, mpu)
-        if mpu is not None
-        else functools.partial(_plan, chosen, mesh_param),
+        functools.partial(_make_mesh, chosen, mpu, mesh_param),
         late=mpu is not None,
         model=model,
         distributed_port=distributed_port,
@@ -109,42 +106,11 @@ def initialize(
     # The model, which is given back as it was if anything fails from here on.
     give_back(model)
     with keep(ctx.undo, model):
-        model = _prepare(ctx, model)
-        # Who owns its states and who runs it. What is refused on one rank ends all.
-        with comm.together():
-            partitioner = _partitioner(ctx, entry)
-            runner = _runner(ctx)
-        attached: list[Partitioner] = []
-
-        def leave() -> None:
-            for each in attached:
-                each.detach()
-
-        ctx.undo(leave, collective=True)
-        # What updates it: the tensors that the partitioner gives in place of the parameters.
-        with comm.together():
-            built = attach(ctx, partitioner, attached, optimizer, model_parameters, chosen)
-        if built is not None:
-            check_whole(ctx, built, optimizer, entry, chosen)
-        with comm.together():
-            if built is not None:
-                if isinstance(built, UsesKernels):
-                    built.use_kernels(ctx.kernels)
-                partitioner.bind(built)
-            scheduler = make_scheduler(lr_scheduler, built, chosen)
-            loader = _loader(ctx, training_data)
-        with comm.together():
-            engine = Engine(
-                ctx,
-                partitioner=partitioner,
-                runner=runner,
-                optimizer=built,
-                lr_scheduler=scheduler,
-                loader=loader,
-            )
-        attached.clear()  # from here on the engine detaches it
-        _begin(engine)
-    return engine, built, loader, scheduler
+        _prepare(ctx, model)
+        engine = _assemble(
+            ctx, chosen, entry, optimizer, model_parameters, lr_scheduler, training_data
+        )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 # -- the parts of the composition ------------------------------------------------------------------
@@ -157,8 +123,8 @@ def _set_log_level(level: str | None) -> None:
         show_log()
 
 
-def _prepare(ctx: Context, model: nn.Module) -> nn.Module:
-    """The model after all transforms, in the run's dtypes and on its device, noted in `ctx`."""
+def _prepare(ctx: Context, model: nn.Module) -> None:
+    """Note in `ctx` the model after all transforms, in the run's dtypes and on its device."""
     accelerator = ctx.accelerator
     precision = ctx.precision
     accelerator.set_device(accelerator.local_index(comm.local_rank()))
@@ -170,7 +136,53 @@ def _prepare(ctx: Context, model: nn.Module) -> nn.Module:
     ctx.buffers = collect_buffers(model, ctx)
     if precision.autocast is not None:
         ctx.stash[WIRE_DTYPES] = wire_dtypes(model, precision.autocast, precision.autocast_modules)
-    return model
+
+
+def _assemble(
+    ctx: Context,
+    chosen: Composition,
+    entry: OptimizerEntry,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any,
+    training_data: Any,
+) -> Engine:
+    """The engine of the model in `ctx`, of what was given to `initialize`. Collective."""
+    # Who owns its states and who runs it. What is refused on one rank ends all.
+    with comm.together():
+        partitioner = _partitioner(ctx, entry)
+        runner = _runner(ctx)
+    # A failure detaches the partitioner; the step is added now, so that all ranks have it.
+    attached = ExitStack()
+    ctx.undo(attached.close, collective=True)
+    # What updates it: the tensors that the partitioner gives in place of the parameters.
+    with comm.together():
+        built = attach(ctx, partitioner, attached, optimizer, model_parameters, chosen)
+    if built is not None:
+        check_whole(ctx, built, optimizer, entry, chosen)
+    loader = None
+    with comm.together():
+        if built is not None:
+            if isinstance(built, UsesKernels):
+                built.use_kernels(ctx.kernels)
+            partitioner.bind(built)
+        scheduler = make_scheduler(lr_scheduler, built, chosen)
+        if training_data is not None:
+            from ds_core.engine import make_loader
+
+            loader = make_loader(ctx, training_data)
+    with comm.together():
+        engine = Engine(
+            ctx,
+            partitioner=partitioner,
+            runner=runner,
+            optimizer=built,
+            lr_scheduler=scheduler,
+            loader=loader,
+        )
+    attached.pop_all()  # from here on the engine detaches it
+    _begin(engine)
+    return engine
 
 
 def _to_device(model: nn.Module, accelerator: Accelerator) -> None:
@@ -193,25 +205,24 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     """The partitioner of a plugin, of the optimizer, or else `Replicated`."""
     answer = ctx.plugins.driver("ds_partitioner", ctx=ctx)
     if optimizer.partitioner is None:
-        return Replicated(ctx) if answer is None else _with_plans(answer.value)
-    if answer is not None:
+        if answer is None:
+            return Replicated(ctx)
+        made: Partitioner = answer.value
+    elif answer is not None:
         raise UsageError(
             f"this optimizer reduces gradients by itself, and so does plugin {answer.plugin}; "
             "leave its section out or use another optimizer"
         )
-    made = resolve(optimizer.partitioner)(ctx)
-    if not isinstance(made, Partitioner):
-        raise PluginError(
-            f"{optimizer.partitioner} of an OptimizerEntry gave a {type(made).__name__}, not a "
-            "Partitioner"
-        )
-    return _with_plans(made)
-
-
-def _with_plans(made: Partitioner) -> Partitioner:
-    """The partitioner, also where it is of a contract without plans."""
+    else:
+        made = resolve(optimizer.partitioner)(ctx)
+        if not isinstance(made, Partitioner):
+            raise PluginError(
+                f"{optimizer.partitioner} of an OptimizerEntry gave a {type(made).__name__}, not a "
+                "Partitioner"
+            )
     from ds_core.plugins.old_forms import give_plans
 
+    # It may be of a contract without plans.
     give_plans(made)
     return made
 
@@ -220,15 +231,6 @@ def _runner(ctx: Context) -> Runner:
     """The runner of a plugin, or else `Sequential`."""
     answer = ctx.plugins.driver("ds_runner", ctx=ctx)
     return Sequential() if answer is None else cast("Runner", answer.value)
-
-
-def _loader(ctx: Context, training_data: Dataset[Any] | None) -> Loader | None:
-    """The loader of `training_data`; None without."""
-    if training_data is None:
-        return None
-    from ds_core.engine import make_loader
-
-    return make_loader(ctx, training_data)
 
 
 def _begin(engine: Engine) -> None:
@@ -308,10 +310,23 @@ def _check_arguments(args: Any, optimizer: Any, chosen: Composition) -> None:
         )
 
 
-def _plan(
-    chosen: Composition, mesh_param: tuple[int, int] | None, rank: int, world_size: int
+def _make_mesh(
+    chosen: Composition,
+    mpu: Any,
+    mesh_param: tuple[int, int] | None,
+    rank: int,
+    world_size: int,
 ) -> Mesh:
-    """The mesh of the config; ConfigError where its sizes are not those that were asked for."""
+    """The mesh over the groups that the user has in an `mpu`, else that of the config.
+
+    ConfigError where its sizes are not those that were asked for.
+    """
+    if mpu is not None:
+        needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
+        found = chosen.plugins.installed_driver(
+            "ds_mesh", needed, mpu=mpu, rank=rank, world_size=world_size
+        )
+        return cast(Mesh, found)
     mesh = chosen.mesh(world_size, rank)
     data, sequence = mesh_param or (chosen.config.core.data_parallel_size, None)
     where = "mesh_param" if mesh_param else "data_parallel_size"
@@ -325,12 +340,3 @@ def _plan(
                 chosen.config.origin,
             )
     return mesh
-
-
-def _mesh_of(chosen: Composition, mpu: Any, rank: int, world_size: int) -> Mesh:
-    """The mesh over the groups that the user has."""
-    needed = f"no installed package makes a mesh of mpu, a {type(mpu).__name__}"
-    found = chosen.plugins.installed_driver(
-        "ds_mesh", needed, mpu=mpu, rank=rank, world_size=world_size
-    )
-    return cast(Mesh, found)

@@ -10,10 +10,11 @@ transforms of all plugins.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ def open_run(
 
     Raises ConfigError, PluginError or RankMismatchError.
     """
-    make = mesh if mesh is not None else lambda rank, world_size: chosen.mesh(world_size, rank)
+    make = mesh or (lambda rank, world_size: chosen.mesh(world_size, rank))
     core = chosen.config.core
 
     # What each rank can work out alone, before it talks.
@@ -73,45 +74,30 @@ def open_run(
     kernels = Kernels(chosen.plugins, core.kernels)
     if chosen.notes and rank == 0:
         log.warning("%s: %s", chosen.config.origin, "; ".join(map(str, chosen.notes)))
-    planned = None if late else make(rank, world_size)
-    batch = chosen.batch(planned.size("batch")) if planned is not None else None
+    start = functools.partial(
+        comm.init_distributed,
+        accelerator.communication_backend,
+        distributed_port=distributed_port,
+        dist_init_required=dist_init_required,
+    )
 
-    # The first talk: start, and compare what ranks were started with.
-    if not alone:
-        comm.init_distributed(
-            accelerator.communication_backend,
-            distributed_port=distributed_port,
-            dist_init_required=dist_init_required,
-        )
-    if planned is None or batch is None:
-        planned = make(comm.rank(), comm.world_size())
-        batch = chosen.batch(planned.size("batch"))
+    # The first talk. What is wrong with a mesh is said before it, unless the mesh needs its groups.
+    if late:
+        start()
+    planned = make(rank, world_size)
+    batch = chosen.batch(planned.size("batch"))
+    if not (late or alone):
+        start()
     precision = make_precision(chosen.config, chosen.plugins)
     ctx = Context(chosen.config, chosen.plugins, planned, accelerator, kernels, precision, batch)
-    served = {
-        f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()
-    }
     # the dtype of the tensors that are updated
     updated = precision.master or precision.param or torch.float32
     if not alone:
         kernels.resolve_all(accelerator.device_type, str(updated).removeprefix("torch."))
         add_interceptors_of(chosen.plugins, chosen.config)
     # Before the model's first collective: ranks that differ would not call the same ones.
-    if planned.world_size > 1:
-        comm.check_ranks_agree(_fingerprint(ctx) | served)
-    if planned.rank == 0:
-        _log_providers(kernels, served)
-    if alone:
-        return ctx
-    if model is not None:
-        STATE.follow(torch.distributed.group.WORLD)
-        if STATE.members:
-            release_model(model)
-    if planned.world_size > 1:
-        comm.use_providers(providers)
-        # The first step, so the last to be undone: others may use the groups.
-        ctx.undo(planned.close, collective=True)
-        planned.build_groups(own=model is not None and bool(STATE.present()))
+    _compare_ranks(ctx, providers)
+    _build_groups(ctx, providers, model)
     return ctx
 
 
@@ -144,6 +130,37 @@ def _place(plugins: Plugins) -> tuple[int, int]:
     return (where.rank, where.world_size) if where is not None else (0, 1)
 
 
+def _compare_ranks(ctx: Context, providers: Mapping[Any, Any]) -> None:
+    """Raise RankMismatchError where ranks differ; rank 0 logs who serves kernels, where it is not
+    the references, and collectives, and what stands in the way of others.
+    """
+    served = {
+        f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()
+    }
+    if ctx.world_size > 1:
+        comm.check_ranks_agree(_fingerprint(ctx) | served)
+    if ctx.rank == 0:
+        summary, missed = ctx.kernels.summary()
+        if any(not name.startswith("reference ") for name in ctx.kernels.resolved().values()):
+            log.info("kernels: %s", summary)
+        if missed:
+            log.warning("kernels: %s", "; ".join(missed))
+        if served:
+            log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))
+
+
+def _build_groups(ctx: Context, providers: Mapping[Any, Any], model: nn.Module | None) -> None:
+    """Make the mesh's groups, once no other engine trains `model`."""
+    if model is not None:
+        STATE.follow(torch.distributed.group.WORLD)
+        release_model(model)
+    if ctx.world_size > 1:
+        comm.use_providers(providers)
+        # The first step, so the last to be undone: others may use the groups.
+        ctx.undo(ctx.mesh.close, collective=True)
+        ctx.mesh.build_groups(own=model is not None and bool(STATE.present()))
+
+
 def _fingerprint(ctx: Context) -> dict[str, str]:
     """What must be the same on every rank, key by key."""
     items = {f"config.{k}": v for k, v in ctx.config.fingerprint_items().items()}
@@ -156,16 +173,3 @@ def _fingerprint(ctx: Context) -> dict[str, str]:
         "precision": str(ctx.precision),
     }
     return items | {f"kernel {k}": v for k, v in ctx.kernels.resolved().items()}
-
-
-def _log_providers(kernels: Kernels, served: Mapping[str, str]) -> None:
-    """Who serves kernels, where it is not the references, and collectives; and what stands in the
-    way of others.
-    """
-    summary, missed = kernels.summary()
-    if any(not name.startswith("reference ") for name in kernels.resolved().values()):
-        log.info("kernels: %s", summary)
-    if missed:
-        log.warning("kernels: %s", "; ".join(missed))
-    if served:
-        log.info("%s", "; ".join(f"{what} by {who}" for what, who in served.items()))

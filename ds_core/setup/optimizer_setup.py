@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,14 +83,14 @@ def check_whole(
 def attach(
     ctx: Context,
     partitioner: Partitioner,
-    attached: list[Partitioner],
+    attached: ExitStack,
     given: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     chosen: Composition,
 ) -> Optimizer | None:
     """Let the partitioner take the model, and the optimizer the tensors that it is to update.
 
-    attached: the partitioner is added to it once it has the model.
+    attached: detaches the partitioner, once it has the model.
     given: the `optimizer` of `initialize`.
 
     Returns the optimizer; None where nothing is to be updated.
@@ -99,7 +100,7 @@ def attach(
         groups = given.param_groups
         _note_trained(ctx, groups)
         updated = partitioner.attach(ctx.module, [dict(g) for g in groups], updated=True)
-        attached.append(partitioner)
+        attached.callback(partitioner.detach)
         _replace_params(given, updated, partitioner)
         return given
     groups = _param_groups(ctx.module, model_parameters)
@@ -110,7 +111,7 @@ def attach(
         groups = chosen.optimizer.groups(groups, {p: info.name for p, info in ctx.params.items()})
         make = chosen.optimizer.build
     groups = partitioner.attach(ctx.module, groups, updated=make is not None)
-    attached.append(partitioner)
+    attached.callback(partitioner.detach)
     return None if make is None else _build(ctx, make, groups)
 
 

@@ -37,12 +37,6 @@ COMMENTS = {
 }
 """Comment lines per 100 lines of code, at least, in the packages whose algorithms need reasons."""
 
-# What is above a limit, with its number. Entries are removed, never added.
-LONG_FUNCTIONS = {
-    "ds_core/setup/assemble.py:initialize",
-    "ds_core/setup/opening.py:open_run",
-}
-
 SOURCES = sorted(
     file
     for top in ("ds_core", "plugins", "ops", "monitors", "tests", "benchmarks", "examples", "docs")
@@ -148,7 +142,7 @@ def test_functions_fit_on_a_screen() -> None:
         for name, lines in functions(file.read_text())
         if lines > LONGEST_FUNCTION
     }
-    assert {name: n for name, n in long.items() if name not in LONG_FUNCTIONS} == {}
+    assert long == {}
 
 
 def test_only_tables_are_spared_by_the_formatter() -> None:
