@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -96,8 +97,8 @@ def analyze(
         found = analysis.analyze(data, metric, folder, batch_size=batch_size, processes=processes)
     else:
         measures = analysis.measures_of(metric, folder)
-        part = {"worker": worker, "workers": workers}
-        analysis.measure(data, measures, folder, **part, batch_size=batch_size, processes=processes)
+        measure_part = functools.partial(analysis.measure, worker=worker, workers=workers)
+        measure_part(data, measures, folder, batch_size=batch_size, processes=processes)
         typer.echo(f"worker {worker} of {workers} has measured its part")
         return
     for name, facts in found.items():
