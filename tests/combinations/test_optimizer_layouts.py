@@ -16,6 +16,7 @@ from ds_testing import run_ranks
 KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.01, "weight_decay": 0.1},
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
+    "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
 }
 MICROS = 2
 STEPS = 3
@@ -47,11 +48,13 @@ def config(kind: str, stage: int, offload: bool, clip: float, **more: Any) -> di
 
 def optimizer_of(kind: str, model: Any) -> Any:
     import ds_optimizers
+    from ds_optimizers.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
     names = {p: n for n, p in model.named_parameters()}
     groups: Any = [{"params": list(names)}]
-    groups = split_groups(groups, names, **KINDS[kind]) if kind == "Muon" else groups
+    splits = {"Muon": split_groups, "AdamMini": split_stacks}
+    groups = splits[kind](groups, names, **KINDS[kind]) if kind in splits else groups
     return getattr(ds_optimizers, kind)(groups, **KINDS[kind])
 
 
@@ -135,6 +138,9 @@ SAMPLE = [
     ("ep", "Lamb", 4, 1, True, 0.3),
     ("sp", "Muon", 2, 3, False, 0.0),
     ("spare", "Muon", 2, 2, False, 0.0),
+    ("dp", "AdamMini", 2, 2, True, 0.3),
+    ("tp", "AdamMini", 4, 3, False, 0.3),
+    ("ep", "AdamMini", 2, 1, False, 0.0),
 ]
 
 
@@ -190,6 +196,8 @@ ROUTES = [
     ("Muon", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
     ("Lamb", ("ep", 2, 4, 4), ("experts", 0, 1, 1)),
     ("Muon", ("dp", 0, 2, 2), ("tp", 3, 2, 1)),
+    ("AdamMini", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
+    ("AdamMini", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
 ]
 
 

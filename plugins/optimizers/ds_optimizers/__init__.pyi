@@ -6,6 +6,7 @@ from ds_optimizers.adam import AdamW as AdamW
 from ds_optimizers.adam import CPUAdam as CPUAdam
 from ds_optimizers.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
 from ds_optimizers.adam import FusedAdam as FusedAdam
+from ds_optimizers.adam_mini import AdamMini as AdamMini
 from ds_optimizers.lamb import FusedLamb as FusedLamb
 from ds_optimizers.lamb import Lamb as Lamb
 from ds_optimizers.lion import CPULion as CPULion

@@ -126,6 +126,10 @@ class LambParams(_Moments):
     amsgrad: Literal[False] = option(False, _AMSGRAD)
 
 
+class AdamMiniParams(_Moments):
+    """``optimizer.params`` of AdamMini."""
+
+
 class MuonParams(_OptimizerParams):
     """``optimizer.params`` of Muon."""
 

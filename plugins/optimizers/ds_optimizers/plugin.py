@@ -37,6 +37,13 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "FusedLion": _entry("lion:FusedLion", "Lion"),
     "CPULion": _entry("lion:CPULion", "Lion"),
     "DeepSpeedCPULion": _entry("lion:DeepSpeedCPULion", "CPULion"),
+    "AdamMini": _entry(
+        "adam_mini:AdamMini",
+        "AdamMini",
+        grain="tensor",
+        groups="ds_optimizers.adam_mini:split_stacks",
+        collects=True,
+    ),
     "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor", collects=True),
     "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor", collects=True),
     "Muon": _entry(

@@ -54,6 +54,18 @@ def lamb(
     p -= step * c * u
 
 
+def adam_mini(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
+    s["t"] = t = s.get("t", 0) + 1
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    for row in range(len(g)) if g.dim() > 1 else [...]:
+        mean = float((g[row] ** 2).mean())
+        v = s[row] = 0.999 * s.get(row, 0) + 0.001 * mean
+        p[row] *= 1 - lr * wd
+        p[row] -= (
+            lr * (s["m"][row] / (1 - 0.9**t)) / (math.sqrt(v) / math.sqrt(1 - 0.999**t) + 1e-8)
+        )
+
+
 def muon(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     s["b"] = torch.lerp(s.get("b", torch.zeros_like(p)), g, 0.05)
     x = torch.lerp(g, s["b"], 0.95).reshape(len(p), -1)

@@ -139,6 +139,7 @@ PAPERS: dict[str, tuple[Maker, Callable[..., None]]] = {
     ),
     "lion": (lambda g: ours.Lion(g), papers.lion),
     "cpu lion": (lambda g: ours.DeepSpeedCPULion(g), papers.lion),
+    "adam-mini": (lambda g: ours.AdamMini(g), papers.adam_mini),
     "lamb": (lambda g: ours.Lamb(g), papers.lamb),
     "lamb inside": (
         lambda g: ours.FusedLamb(g, eps_inside_sqrt=True, bias_correction=False),
@@ -153,7 +154,7 @@ def test_equals_the_paper(name: str) -> None:
     check(trained(make, torch.float64), by_hand(update, torch.float64), 1e-11)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "adam-mini", "lamb"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_narrow_types_follow_the_paper(name: str, dtype: torch.dtype, tolerance: float) -> None:
     make, update = PAPERS[name]
@@ -304,7 +305,7 @@ class Postponing(Kernels):
         return kernel
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "SGD", "Lamb", "Muon"])
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "SGD", "AdamMini", "Lamb", "Muon"])
 def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
     """Where the kernel can begin with some while others are prepared, and an update is nothing but
     such calls.
@@ -326,7 +327,7 @@ def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
                 return optimizer
 
             found.append(trained(make, torch.float32, 12, shapes))
-            portions = name not in ("Lamb", "Muon") and threads > 1
+            portions = name not in ("AdamMini", "Lamb", "Muon") and threads > 1
             assert bool(table.asked) is portions
             if portions:  # of 150 parameters in each group, a seventh without a gradient
                 assert (

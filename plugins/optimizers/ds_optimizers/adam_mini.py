@@ -1,0 +1,191 @@
+"""Adam-mini (Zhang et al. 2024, https://arxiv.org/abs/2406.16793): one second moment per row.
+
+A row is what makes one output of a matrix; a vector is one row. Under ZeRO a row may begin on one
+rank and end on another, under tensor parallelism ranks have some columns of all: each sums the
+squares of its part, and these are added over the ranks, for all tensors that are cut at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from ds_optimizer_kit import Held, Layout, ParamPart
+from ds_optimizer_kit.matrix_optimizer import stack_dims
+from ds_run_state.slices import Slice
+from torch import Tensor
+
+from ds_core.errors import UsageError
+from ds_optimizers.base import StepBatch, check_common
+from ds_optimizers.collecting import CollectingOptimizer, wide
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one full tensor, and the elements of them that this rank has."""
+
+    count: int
+    length: int
+    """Elements of a full row."""
+    numbers: Tensor
+    """Of the rows that this rank has elements of; on the CPU."""
+    columns: int
+    """Elements of a row in this rank's slice."""
+    before: int
+    """Elements of the first row that are on another rank, and of the last (`after`)."""
+    after: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], held: Held, stacked: int) -> _Rows:
+        lead = stacked + (len(shape) - stacked >= 2)
+        ranges = held.slice.ranges[:lead]
+        count = math.prod(shape[:lead])
+        numbers = torch.arange(count).view(shape[:lead])
+        numbers = Slice(shape[:lead], ranges, held.slice.axes).take(numbers).reshape(-1)
+        columns = max(math.prod(held.slice.size[lead:]), 1)
+        last = -(-held.stop // columns)
+        return cls(
+            count,
+            math.prod(shape[lead:]),
+            numbers[held.start // columns : last],
+            columns,
+            held.start % columns,
+            -held.stop % columns,
+        )
+
+    def sums(self, values: Tensor) -> Tensor:
+        """What this rank's elements add to the sum of each full row, in fp64."""
+        padded = torch.nn.functional.pad(values.reshape(-1), (self.before, self.after))
+        sums = padded.view(-1, self.columns).sum(1, dtype=torch.float64)
+        total = sums.new_zeros(self.count)
+        total[self.numbers.to(total.device)] = sums
+        return total
+
+    def spread(self, rows: Tensor, like: Tensor) -> Tensor:
+        """For each element of this rank, what `rows` has for its row."""
+        mine = rows.to(like.device)[self.numbers.to(like.device)].to(like.dtype)
+        flat = mine[:, None].expand(-1, self.columns).reshape(-1)
+        return flat[self.before : flat.numel() - self.after].view(like.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What waits for the sums of its rows."""
+
+    group: dict[str, Any]
+    param: Tensor
+    states: tuple[Tensor, Tensor]
+    step: int
+    copy: Tensor | None
+
+
+class AdamMini(CollectingOptimizer):
+    """AdamW whose second moment is that of the mean square of each row's gradients.
+
+    params: groups may have ``stacked``, the number of first dimensions that number matrices (1 for
+        experts that are stacked in one parameter); from the config it is found by name.
+
+    States ``exp_avg`` and ``exp_avg_sq``, both with one value per element, so that checkpoints go
+    to any layout: of ``exp_avg_sq`` those of a row are equal.
+    """
+
+    op: ClassVar[str] = "adam"
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    counts: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_common(lr=lr, eps=eps, betas=betas, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "stacked": 0})
+
+    def _find_anew(self) -> None:
+        super()._find_anew()
+        # What `collect` completes in this step, and the sums of squares of its gradients.
+        self._noted: list[_Noted] = []
+        self._squares: dict[Tensor, Tensor] = {}
+        self._rows: dict[Tensor, _Rows] = {}
+
+    def update(self, group: dict[str, Any], batch: StepBatch) -> None:
+        """See `KernelOptimizer.update`: the first moment, and sums over this rank's part of rows."""
+        for i, param in enumerate(batch.owners):
+            if param.is_complex():
+                raise UsageError(f"AdamMini is for real parameters, not {param.dtype}")
+            if not param.numel():
+                continue
+            first, second = (states[i] for states in batch.states)
+            grad = wide(batch.grads[i]).to(wide(param).dtype) * batch.scale
+            first.lerp_(grad.to(first), 1 - group["betas"][0])
+            self._squares[param] = self._rows_of(param, group).sums(grad.square())
+            copy = None if batch.copies is None else batch.copies[i]
+            self._noted.append(_Noted(group, param, (first, second), batch.step, copy))
+
+    def collect(self) -> None:
+        """See `CollectingOptimizer.collect`: the second moments, and the update."""
+        noted = self._noted
+        sums = self._squares
+        self._noted = []
+        self._squares = {}
+        if self.layout is not None:
+            groups = {p: g for g in self.param_groups for p in g["params"]}
+            counts = {
+                id(part): _count(part, groups[param]["stacked"])
+                for param, part in self.layout.parts.items()
+            }
+            sums = {**sums, **self.layout.sums(sums, length=lambda part: counts[id(part)])}
+        for each in noted:
+            self._apply(each, sums[each.param])
+
+    def _apply(self, each: _Noted, squares: Tensor) -> None:
+        beta1, beta2 = each.group["betas"]
+        param = each.param
+        first, second = each.states
+        rows = self._rows_of(param, each.group)
+        second.lerp_(rows.spread(squares / rows.length, second), 1 - beta2)
+        lr = each.group["lr"]
+        deviation = (wide(second) / (1 - beta2**each.step)).sqrt_().add_(each.group["eps"])
+        new = wide(param) * (1 - lr * each.group["weight_decay"])
+        new.addcdiv_(wide(first), deviation, value=-lr / (1 - beta1**each.step))
+        param.copy_(new)
+        if each.copy is not None:
+            each.copy.copy_(param)
+
+    def _rows_of(self, param: Tensor, group: Mapping[str, Any]) -> _Rows:
+        if param not in self._rows:
+            layout = self.layout or Layout.local([param])
+            found = layout.parts[param]
+            self._rows[param] = _Rows.of(found.shape, found.mine, group["stacked"])
+        return self._rows[param]
+
+    def bind_layout(self, layout: Layout) -> None:
+        """See `CollectingOptimizer.bind_layout`."""
+        super().bind_layout(layout)
+        self._rows = {}
+
+
+def _count(part: ParamPart, stacked: int) -> int:
+    return math.prod(part.shape[: stacked + (len(part.shape) - stacked >= 2)])
+
+
+def split_stacks(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **others: Any
+) -> list[dict[str, Any]]:
+    """Each group as one without and one with stacks of matrices, empty ones left out."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        kinds: dict[int, list[Any]] = {}
+        for param in group["params"]:
+            said = group.get("stacked", stack_dims(param, names.get(param, "")))
+            kinds.setdefault(int(said), []).append(param)
+        found.extend({**group, "params": kinds[n], "stacked": n} for n in sorted(kinds))
+    return found
