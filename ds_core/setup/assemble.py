@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ds_core import comm
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.context import Context
-from ds_core.engine import Engine, Runner, Sequential
+from ds_core.engine import Engine, Sequential
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import ConfigError, PluginError, UsageError
 from ds_core.gradients import give_back, keep
@@ -151,7 +151,8 @@ def _assemble(
     # Who owns its states and who runs it. What is refused on one rank ends all.
     with comm.together():
         partitioner = _partitioner(ctx, entry)
-        runner = _runner(ctx)
+        answer = ctx.plugins.driver("ds_runner", ctx=ctx)
+        runner = Sequential() if answer is None else answer.value
     # A failure detaches the partitioner; the step is added now, so that all ranks have it.
     attached = ExitStack()
     ctx.undo(attached.close, collective=True)
@@ -225,12 +226,6 @@ def _partitioner(ctx: Context, optimizer: OptimizerEntry) -> Partitioner:
     # It may be of a contract without plans.
     give_plans(made)
     return made
-
-
-def _runner(ctx: Context) -> Runner:
-    """The runner of a plugin, or else `Sequential`."""
-    answer = ctx.plugins.driver("ds_runner", ctx=ctx)
-    return Sequential() if answer is None else cast("Runner", answer.value)
 
 
 def _begin(engine: Engine) -> None:
