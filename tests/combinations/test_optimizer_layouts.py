@@ -13,10 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import models as m
 from ds_testing import run_ranks
 
+from ds_core.errors import UsageError
+
 KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.01, "weight_decay": 0.1},
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
+    "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
 }
 MICROS = 2
 STEPS = 3
@@ -63,7 +66,7 @@ def plain(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: rang
     import torch
 
     model = make().to(getattr(torch, dtype))
-    optimizer = optimizer_of(kind, model)
+    optimizer = model.optimizer = optimizer_of(kind, model)
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -141,6 +144,7 @@ SAMPLE = [
     ("dp", "AdamMini", 2, 2, True, 0.3),
     ("tp", "AdamMini", 4, 3, False, 0.3),
     ("ep", "AdamMini", 2, 1, False, 0.0),
+    ("tp", "ScheduleFreeAdamW", 4, 2, True, 0.3),
 ]
 
 
@@ -198,6 +202,7 @@ ROUTES = [
     ("Muon", ("dp", 0, 2, 2), ("tp", 3, 2, 1)),
     ("AdamMini", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
     ("AdamMini", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
+    ("ScheduleFreeAdamW", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
 ]
 
 
@@ -226,6 +231,70 @@ def test_states_go_through_checkpoints_to_another_layout(
     for rank in found:
         for name, param in model.named_parameters():
             assert relative(rank[name], param.detach()) <= 1e-10, name
+
+
+def averages(layout: str, stage: int, dtype: str) -> list[float]:
+    """How far weights and loss within `averaged` are from one process, and weights afterwards from
+    those before.
+    """
+    import torch
+    from ds_optimizers import averaged
+    from ds_testing.truth import relative, whole_weights
+
+    import ds_core
+    from ds_core import comm
+
+    kind = "ScheduleFreeAdamW"
+    make, single, more = LAYOUTS[layout]
+    precision = {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}
+    model = make().to(torch.float32 if precision else torch.float64)
+    settings = config(kind, stage, False, 0.0, **more, **precision)
+    engine, *_ = ds_core.initialize(model=model, config=settings)
+    mesh = engine.ctx.mesh
+    for step in range(STEPS):
+        for micro in range(MICROS):
+            engine.backward(engine(**m.batch(step, micro, mesh.index("batch"))))
+            engine.step()
+    before = whole_weights(engine)
+    with averaged(engine), torch.no_grad():
+        inside = whole_weights(engine)
+        losses = comm.all_gather_json(float(engine(**m.batch(9, 0, 0))))
+        with pytest.raises(UsageError, match="averaged"):
+            engine.optimizer.step()  # type: ignore[union-attr]
+    after = whole_weights(engine)
+    back = max(float((before[n] - after[n]).abs().max()) for n in before)
+    moved = max(float((before[n] - inside[n]).abs().max()) for n in before)
+    engine.destroy()
+    if precision:
+        return [0.0, 0.0, back, moved]
+    plainly, _ = plain(kind, single, mesh.size("batch"), 0.0, dtype, range(STEPS))
+    optimizer = plainly.optimizer
+    with torch.no_grad():
+        for param in plainly.parameters():
+            param.copy_(optimizer.average(param, param, optimizer.state[param]["z"]))
+        wanted = float(plainly(**m.batch(9, 0, 0)))
+    weights = max(relative(inside[n], p.detach()) for n, p in plainly.named_parameters())
+    return [weights, max(abs(x - wanted) for x in losses), back, moved]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "dtype"),
+    [
+        ("dp", 3, "float64"),
+        ("tp", 2, "bfloat16"),
+        pytest.param("tp", 0, "float64", marks=pytest.mark.slow),
+        pytest.param("dp", 1, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("dp", 3, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_averages_are_shown_and_weights_come_back_to_the_bit(
+    layout: str, stage: int, dtype: str
+) -> None:
+    for weights, loss, back, moved in run_ranks(2, averages, layout, stage, dtype):
+        assert weights <= 1e-10
+        assert loss <= 1e-10
+        assert back == 0
+        assert moved > 1e-4
 
 
 def from_a_function(kind: str, stage: int, layout: str) -> float:
@@ -293,7 +362,6 @@ def test_what_updates_bucket_by_bucket_refuses_them(kind: str, tmp_path: Path) -
 
 def refusals(kind: str, folder: str) -> list[bool]:
     import ds_core
-    from ds_core.errors import UsageError
 
     cpu = {"device": "cpu"}
     sections: list[tuple[str, dict[str, Any]]] = [

@@ -20,4 +20,6 @@ from ds_optimizers.mup import MuSGD as MuSGD
 from ds_optimizers.onebit.adam import OneBitAdam as OneBitAdam
 from ds_optimizers.onebit.lamb import OneBitLamb as OneBitLamb
 from ds_optimizers.onebit.zero_one import ZeroOneAdam as ZeroOneAdam
+from ds_optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+from ds_optimizers.schedule_free import averaged as averaged
 from ds_optimizers.sgd import SGD as SGD

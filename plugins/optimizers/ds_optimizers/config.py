@@ -130,6 +130,16 @@ class AdamMiniParams(_Moments):
     """``optimizer.params`` of AdamMini."""
 
 
+class ScheduleFreeAdamWParams(_Moments):
+    """``optimizer.params`` of ScheduleFreeAdamW."""
+
+    lr: float = option(2.5e-3, "Learning rate, which needs no decay.", ge=0)
+    betas: Betas = option(
+        (0.9, 0.999), "Where gradients are taken, between z (0) and the average (1); Adam's second."
+    )
+    warmup_steps: int = option(0, "Steps in which the learning rate rises.", ge=0)
+
+
 class MuonParams(_OptimizerParams):
     """``optimizer.params`` of Muon."""
 

@@ -44,6 +44,10 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         groups="ds_optimizers.adam_mini:split_stacks",
         collects=True,
     ),
+    # It collects nothing, but must not be given states of zero: see its `bind_layout`.
+    "ScheduleFreeAdamW": _entry(
+        "schedule_free:ScheduleFreeAdamW", "ScheduleFreeAdamW", collects=True
+    ),
     "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor", collects=True),
     "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor", collects=True),
     "Muon": _entry(

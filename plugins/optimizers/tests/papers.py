@@ -66,6 +66,19 @@ def adam_mini(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
         )
 
 
+def schedule_free(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float, warmup: int) -> None:
+    s["t"] = t = s.get("t", 0) + 1
+    x = s.get("x", p.clone())
+    z = s.get("z", p.clone())
+    s["v"] = 0.999 * s.get("v", 0) + 0.001 * g * g
+    size = lr * math.sqrt(1 - 0.999**t) * min(1, t / max(warmup, 1))
+    s["z"] = z - size * g / (s["v"].sqrt() + 1e-8) - size * wd * p
+    s["sum"] = s.get("sum", 0) + size**2
+    c = size**2 / s["sum"]
+    s["x"] = (1 - c) * x + c * s["z"]
+    p.copy_(0.1 * s["z"] + 0.9 * s["x"])
+
+
 def muon(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     s["b"] = torch.lerp(s.get("b", torch.zeros_like(p)), g, 0.05)
     x = torch.lerp(g, s["b"], 0.95).reshape(len(p), -1)

@@ -140,6 +140,10 @@ PAPERS: dict[str, tuple[Maker, Callable[..., None]]] = {
     "lion": (lambda g: ours.Lion(g), papers.lion),
     "cpu lion": (lambda g: ours.DeepSpeedCPULion(g), papers.lion),
     "adam-mini": (lambda g: ours.AdamMini(g), papers.adam_mini),
+    "schedule-free": (
+        lambda g: ours.ScheduleFreeAdamW(g, warmup_steps=10),
+        lambda *a, **k: papers.schedule_free(*a, warmup=10, **k),
+    ),
     "lamb": (lambda g: ours.Lamb(g), papers.lamb),
     "lamb inside": (
         lambda g: ours.FusedLamb(g, eps_inside_sqrt=True, bias_correction=False),
@@ -154,7 +158,7 @@ def test_equals_the_paper(name: str) -> None:
     check(trained(make, torch.float64), by_hand(update, torch.float64), 1e-11)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam-mini", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "adam-mini", "schedule-free", "lamb"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_narrow_types_follow_the_paper(name: str, dtype: torch.dtype, tolerance: float) -> None:
     make, update = PAPERS[name]
