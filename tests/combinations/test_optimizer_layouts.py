@@ -61,7 +61,7 @@ def optimizer_of(kind: str, model: Any) -> Any:
     return getattr(ds_optimizers, kind)(groups, **KINDS[kind])
 
 
-def plain(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: range) -> Any:
+def train_alone(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: range) -> Any:
     """The model, and its losses, in one process."""
     import torch
 
@@ -110,7 +110,7 @@ def trained(
     everyone = comm.all_gather_json(losses)
     found = whole_weights(engine)
     engine.destroy()
-    model, wanted = plain(kind, single, ranks, clip, dtype, range(STEPS))
+    model, wanted = train_alone(kind, single, ranks, clip, dtype, range(STEPS))
     mean = [sum(row) / len(everyone) for row in zip(*everyone, strict=True)]
     off = {n: relative(found[n], p.detach().double()) for n, p in model.named_parameters()}
     return {
@@ -267,7 +267,7 @@ def averages(layout: str, stage: int, dtype: str) -> list[float]:
     engine.destroy()
     if precision:
         return [0.0, 0.0, back, moved]
-    plainly, _ = plain(kind, single, mesh.size("batch"), 0.0, dtype, range(STEPS))
+    plainly, _ = train_alone(kind, single, mesh.size("batch"), 0.0, dtype, range(STEPS))
     optimizer = plainly.optimizer
     with torch.no_grad():
         for param in plainly.parameters():

@@ -55,7 +55,7 @@ class NetWithLoss(Net):
         return {"loss": loss, "logits": logits}
 
 
-def train(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+def run_script(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
     """A user's script, but for the section, which ``dscore verify`` adds from outside."""
     import ds_core
 
@@ -140,7 +140,7 @@ def verify(
     *,
     world: int = 2,
     steps: int = 2,
-    script: Callable[..., None] = train,
+    script: Callable[..., None] = run_script,
 ) -> Report:
     """What ``dscore verify`` does, on the ranks of a pool."""
     subject = folder / "subject"
