@@ -17,10 +17,13 @@ from ds_core.errors import UsageError
 
 KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.01, "weight_decay": 0.1},
+    "NorMuon": {"lr": 0.01, "weight_decay": 0.1, "variant": "normuon"},
+    "AdaMuon": {"lr": 0.01, "weight_decay": 0.1, "variant": "adamuon"},
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
     "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
 }
+TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
 MICROS = 2
 STEPS = 3
 TP = {"tensor_parallel": {"autotp_size": 2}}
@@ -43,7 +46,7 @@ def config(kind: str, stage: int, offload: bool, clip: float, **more: Any) -> di
         "train_micro_batch_size_per_gpu": m.MICRO,
         "gradient_accumulation_steps": MICROS,
         "gradient_clipping": clip,
-        "optimizer": {"type": kind, "params": KINDS[kind]},
+        "optimizer": {"type": TYPES.get(kind, kind), "params": KINDS[kind]},
         "zero_optimization": zero,
         **more,
     }
@@ -56,9 +59,11 @@ def optimizer_of(kind: str, model: Any) -> Any:
 
     names = {p: n for n, p in model.named_parameters()}
     groups: Any = [{"params": list(names)}]
+    params = KINDS[kind]
+    kind = TYPES.get(kind, kind)
     splits = {"Muon": split_groups, "AdamMini": split_stacks}
-    groups = splits[kind](groups, names, **KINDS[kind]) if kind in splits else groups
-    return getattr(ds_optimizers, kind)(groups, **KINDS[kind])
+    groups = splits[kind](groups, names, **params) if kind in splits else groups
+    return getattr(ds_optimizers, kind)(groups, **params)
 
 
 def train_alone(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: range) -> Any:
@@ -144,6 +149,9 @@ SAMPLE = [
     ("dp", "AdamMini", 2, 2, True, 0.3),
     ("tp", "AdamMini", 4, 3, False, 0.3),
     ("ep", "AdamMini", 2, 1, False, 0.0),
+    ("tp", "NorMuon", 4, 3, False, 0.3),
+    ("dp", "NorMuon", 2, 1, True, 0.3),
+    ("tp", "AdaMuon", 4, 2, False, 0.0),
     ("tp", "ScheduleFreeAdamW", 4, 2, True, 0.3),
 ]
 
@@ -203,6 +211,9 @@ ROUTES = [
     ("AdamMini", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
     ("AdamMini", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
     ("ScheduleFreeAdamW", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
+    ("NorMuon", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
+    ("AdaMuon", ("tp", 1, 4, 2), ("dp", 2, 2, 2)),
+    ("NorMuon", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
 ]
 
 

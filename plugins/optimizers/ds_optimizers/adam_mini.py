@@ -12,63 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from ds_optimizer_kit import Held, Layout, ParamPart
+from ds_optimizer_kit import Layout, ParamPart
 from ds_optimizer_kit.matrix_optimizer import stack_dims
-from ds_run_state.slices import Slice
 from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer, wide
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of one full tensor, and the elements of them that this rank has."""
-
-    count: int
-    length: int
-    """Elements of a full row."""
-    numbers: Tensor
-    """Of the rows that this rank has elements of; on the CPU."""
-    columns: int
-    """Elements of a row in this rank's slice."""
-    before: int
-    """Elements of the first row that are on another rank, and of the last (`after`)."""
-    after: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], held: Held, stacked: int) -> _Rows:
-        lead = stacked + (len(shape) - stacked >= 2)
-        ranges = held.slice.ranges[:lead]
-        count = math.prod(shape[:lead])
-        numbers = torch.arange(count).view(shape[:lead])
-        numbers = Slice(shape[:lead], ranges, held.slice.axes).take(numbers).reshape(-1)
-        columns = max(math.prod(held.slice.size[lead:]), 1)
-        last = -(-held.stop // columns)
-        return cls(
-            count,
-            math.prod(shape[lead:]),
-            numbers[held.start // columns : last],
-            columns,
-            held.start % columns,
-            -held.stop % columns,
-        )
-
-    def sums(self, values: Tensor) -> Tensor:
-        """What this rank's elements add to the sum of each full row, in fp64."""
-        padded = torch.nn.functional.pad(values.reshape(-1), (self.before, self.after))
-        sums = padded.view(-1, self.columns).sum(1, dtype=torch.float64)
-        total = sums.new_zeros(self.count)
-        total[self.numbers.to(total.device)] = sums
-        return total
-
-    def spread(self, rows: Tensor, like: Tensor) -> Tensor:
-        """For each element of this rank, what `rows` has for its row."""
-        mine = rows.to(like.device)[self.numbers.to(like.device)].to(like.dtype)
-        flat = mine[:, None].expand(-1, self.columns).reshape(-1)
-        return flat[self.before : flat.numel() - self.after].view(like.shape)
+from ds_optimizers.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +65,7 @@ class AdamMini(CollectingOptimizer):
         # What `collect` completes in this step, and the sums of squares of its gradients.
         self._noted: list[_Noted] = []
         self._squares: dict[Tensor, Tensor] = {}
-        self._rows: dict[Tensor, _Rows] = {}
+        self._rows: dict[Tensor, Rows] = {}
 
     def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`: the first moment, and sums over this rank's part of rows."""
@@ -160,11 +111,11 @@ class AdamMini(CollectingOptimizer):
         if each.copy is not None:
             each.copy.copy_(param)
 
-    def _rows_of(self, param: Tensor, group: Mapping[str, Any]) -> _Rows:
+    def _rows_of(self, param: Tensor, group: Mapping[str, Any]) -> Rows:
         if param not in self._rows:
             layout = self.layout or Layout.local([param])
             found = layout.parts[param]
-            self._rows[param] = _Rows.of(found.shape, found.mine, group["stacked"])
+            self._rows[param] = Rows.of(found, _lead(found, group["stacked"]))
         return self._rows[param]
 
     def bind_layout(self, layout: Layout) -> None:
@@ -174,7 +125,12 @@ class AdamMini(CollectingOptimizer):
 
 
 def _count(part: ParamPart, stacked: int) -> int:
-    return math.prod(part.shape[: stacked + (len(part.shape) - stacked >= 2)])
+    return math.prod(part.shape[: _lead(part, stacked)])
+
+
+def _lead(part: ParamPart, stacked: int) -> int:
+    """How many of the first dimensions number rows."""
+    return stacked + (len(part.shape) - stacked >= 2)
 
 
 def split_stacks(

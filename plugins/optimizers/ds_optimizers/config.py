@@ -153,6 +153,13 @@ class MuonParams(_OptimizerParams):
         "How matrices are orthogonalised: gram and standard differ by rounding; polar_express leaves "
         "singular values nearer to 1.",
     )
+    nesterov: bool = option(True, "Orthogonalise what is a step ahead of the momentum.")
+    variant: Literal["muon", "normuon", "adamuon"] = option(
+        "muon",
+        "normuon, adamuon: divide what is orthogonalised by the root of a second moment, of each row "
+        "or of each element.",
+    )
+    beta2: float = option(0.95, "Decay rate of the variants' second moment.", ge=0, lt=1)
 
 
 class MuAdamParams(_Moments):

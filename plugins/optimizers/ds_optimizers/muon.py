@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer
+from ds_optimizers.normalized import VARIANTS, normalize
 
 if TYPE_CHECKING:
     from ds_optimizer_kit import Unit
@@ -61,7 +62,11 @@ class Muon(CollectingOptimizer):
     ns_method: how matrices are orthogonalised, see `orthogonalize`: "gram" (less work for wide or
         tall matrices) or "standard", which differ by rounding, or "polar_express".
 
-    States: ``momentum_buffer``, or ``exp_avg`` and ``exp_avg_sq``.
+    nesterov: orthogonalise what is a step ahead of the momentum, not the momentum itself.
+    variant: "normuon" and "adamuon" divide the orthogonalised update by the root of a second moment,
+        of each row or each element, whose decay rate is beta2: see `ds_optimizers.normalized`.
+
+    States: ``momentum_buffer`` (and ``exp_avg_sq`` of a variant), or ``exp_avg`` and ``exp_avg_sq``.
     """
 
     op: ClassVar[str] = "adam"
@@ -80,12 +85,19 @@ class Muon(CollectingOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10,
         ns_method: str = "gram",
+        nesterov: bool = True,
+        variant: str = "muon",
+        beta2: float = 0.95,
     ) -> None:
         check_common(lr=lr, eps=eps, betas=betas, weight_decay=weight_decay)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum {momentum} must be in [0, 1)")
         if ns_method not in METHODS:
             raise ValueError(f"ns_method {ns_method!r}: one of {', '.join(METHODS)}")
+        if variant not in VARIANTS:
+            raise ValueError(f"variant {variant!r}: one of {', '.join(VARIANTS)}")
+        if not 0 <= beta2 < 1:
+            raise ValueError(f"beta2 {beta2} must be in [0, 1)")
         items = list(params)
         given = items if items and isinstance(items[0], dict) else [{"params": items}]
         groups = split_groups(given, None, lr=lr, muon_lr=muon_lr, adam_lr=adam_lr)
@@ -96,7 +108,8 @@ class Muon(CollectingOptimizer):
             "betas": tuple(betas),
             "eps": eps,
         }
-        super().__init__(groups, {**defaults, "ns_method": ns_method})
+        modes = {"ns_method": ns_method, "nesterov": nesterov, "variant": variant, "beta2": beta2}
+        super().__init__(groups, {**defaults, **modes})
 
     def _find_anew(self) -> None:
         super()._find_anew()
@@ -124,7 +137,10 @@ class Muon(CollectingOptimizer):
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """See `KernelOptimizer.states_of`."""
-        return ("momentum_buffer",) if group["use_muon"] else self.states
+        if not group["use_muon"]:
+            return self.states
+        normalized = group["variant"] != "muon"
+        return ("momentum_buffer", "exp_avg_sq") if normalized else ("momentum_buffer",)
 
     def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`."""
@@ -150,7 +166,9 @@ class Muon(CollectingOptimizer):
             # Momentum as a running mean, then Nesterov: a step ahead of it.
             momentum.lerp_(grad, 1 - mu)
             copy = None if batch.copies is None else batch.copies[i]
-            self._noted[param] = (group, grad.lerp(momentum, mu), copy)
+            ahead = grad.lerp(momentum, mu) if group["nesterov"] else momentum
+            ahead = ahead.sign() if group["variant"] == "adamuon" else ahead
+            self._noted[param] = (group, ahead, copy)
 
     def collects(self, group: dict[str, Any]) -> bool:
         """See `CollectingOptimizer.collects`."""
@@ -171,9 +189,23 @@ class Muon(CollectingOptimizer):
         results: dict[Unit, Tensor] = {}
         for matrices in exchange.finish():
             results.update(orthogonalize_all(matrices, self._method_of))
-        for param, values in exchange.give_back(results).items():
-            if param in noted:
-                self._apply(param, values, *noted[param])
+        changes = {p: v for p, v in exchange.give_back(results).items() if p in noted}
+        for param, values in {**changes, **self._normalize(changes)}.items():
+            self._apply(param, values, *noted[param])
+
+    def _normalize(self, changes: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Those of NorMuon's and AdaMuon's groups. Collective where there are such."""
+        groups = {
+            p: g
+            for g in self.param_groups
+            if g["use_muon"] and g["variant"] != "muon"
+            for p in g["params"]
+        }
+        if not groups:
+            return {}
+        layout = Layout.local(groups) if self.layout is None else self.layout
+        some = {p: v for p, v in changes.items() if p in groups}
+        return normalize(layout, groups, some, {p: self.state[p]["exp_avg_sq"] for p in some})
 
     def _apply(
         self,
@@ -190,6 +222,9 @@ class Muon(CollectingOptimizer):
         # s = sqrt(max(1, rows / columns)): an orthogonal matrix that is tall has smaller entries,
         # and would change its outputs less.
         size = max(1.0, rows / max(math.prod(others), 1)) ** 0.5
+        if group["variant"] != "muon":
+            # `normalize` gave the update its size.
+            size = 1.0
         param.mul_(1 - lr * group["weight_decay"]).add_(
             update.view(param.shape).to(param), alpha=-lr * size
         )

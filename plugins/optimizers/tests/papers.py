@@ -93,6 +93,26 @@ def muon(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     p -= lr * x.reshape(p.shape) * math.sqrt(max(1, rows / columns))
 
 
+def muon_variant(
+    p: Tensor, g: Tensor, s: State, *, lr: float, wd: float, rows: bool, eps: float = 1e-10
+) -> None:
+    """NorMuon by rows, AdaMuon by elements."""
+    s["m"] = 0.95 * s.get("m", 0) + 0.05 * g
+    x = s["m"].reshape(len(p), -1)
+    x = x if rows else torch.sign(x)
+    x = x / (x.norm() + 1e-7)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    x = x.T if tall else x
+    s["v"] = 0.9 * s.get("v", 0) + 0.1 * (x.square().mean(1, keepdim=True) if rows else x.square())
+    x = x / (s["v"].sqrt() + eps)
+    p *= 1 - lr * wd
+    p -= lr * 0.2 * math.sqrt(x.numel()) / x.norm() * x.reshape(p.shape)
+
+
 def muon_adam(p: Tensor, g: Tensor, s: State, *, lr: float, wd: float) -> None:
     s["t"] = t = s.get("t", 0) + 1
     s["m"] = 0.9 * s.get("m", 0) + 0.1 * g

@@ -196,6 +196,19 @@ def test_muon_equals_the_paper(method: str, dtype: torch.dtype, tolerance: float
     check(trained(make, dtype, shapes=MATRICES), by_hand(update, dtype, shapes=MATRICES), tolerance)
 
 
+@pytest.mark.parametrize("variant", ["normuon", "adamuon"])
+def test_variants_of_muon_equal_their_papers(variant: str) -> None:
+    def make(given: Any) -> torch.optim.Optimizer:
+        rows = [{**g, "use_muon": True} for g in given]
+        return ours.Muon(rows, nesterov=False, variant=variant, beta2=0.9)
+
+    def update(p: Tensor, g: Tensor, s: dict[str, Any], *, lr: float, wd: float) -> None:
+        papers.muon_variant(p, g, s, lr=lr, wd=wd, rows=variant == "normuon")
+
+    found = trained(make, torch.float64, shapes=MATRICES)
+    check(found, by_hand(update, torch.float64, shapes=MATRICES), 1e-8)
+
+
 def test_orthogonal_means_singular_values_near_one() -> None:
     for shape in ((20, 50), (50, 20), (30, 30), (1, 7), (7, 1)):
         found = orthogonalize(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
