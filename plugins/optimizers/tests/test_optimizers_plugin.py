@@ -53,12 +53,17 @@ def test_every_documented_name_is_there() -> None:
     documented = (
         "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, "
         "FusedLion, Lamb, "
-        "FusedLamb, Muon, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD"
+        "FusedLamb, Muon, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD, "
+        "AdamMini, ScheduleFreeAdamW"
     )
     assert set(documented.split(", ")) <= set(OPTIMIZERS)
     for name in OPTIMIZERS:
         assert isinstance(getattr(ds_optimizers, name), type)
-    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {"Lamb", "FusedLamb"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "tensor"} == {
+        "AdamMini",
+        "Lamb",
+        "FusedLamb",
+    }
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "model"} == {"OneBitLamb"}
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {
