@@ -54,7 +54,7 @@ def config(kind: str, stage: int, offload: bool, clip: float, **more: Any) -> di
 
 def optimizer_of(kind: str, model: Any) -> Any:
     import ds_optimizers
-    from ds_optimizers.adam_mini import split_stacks
+    from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
     names = {p: n for n, p in model.named_parameters()}

@@ -6,13 +6,15 @@ from ds_optimizers.adam import AdamW as AdamW
 from ds_optimizers.adam import CPUAdam as CPUAdam
 from ds_optimizers.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
 from ds_optimizers.adam import FusedAdam as FusedAdam
-from ds_optimizers.adam_mini import AdamMini as AdamMini
 from ds_optimizers.lamb import FusedLamb as FusedLamb
 from ds_optimizers.lamb import Lamb as Lamb
 from ds_optimizers.lion import CPULion as CPULion
 from ds_optimizers.lion import DeepSpeedCPULion as DeepSpeedCPULion
 from ds_optimizers.lion import FusedLion as FusedLion
 from ds_optimizers.lion import Lion as Lion
+from ds_optimizers.moments.adam_mini import AdamMini as AdamMini
+from ds_optimizers.moments.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
+from ds_optimizers.moments.schedule_free import averaged as averaged
 from ds_optimizers.muon import Muon as Muon
 from ds_optimizers.mup import MuAdam as MuAdam
 from ds_optimizers.mup import MuAdamW as MuAdamW
@@ -20,6 +22,4 @@ from ds_optimizers.mup import MuSGD as MuSGD
 from ds_optimizers.onebit.adam import OneBitAdam as OneBitAdam
 from ds_optimizers.onebit.lamb import OneBitLamb as OneBitLamb
 from ds_optimizers.onebit.zero_one import ZeroOneAdam as ZeroOneAdam
-from ds_optimizers.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
-from ds_optimizers.schedule_free import averaged as averaged
 from ds_optimizers.sgd import SGD as SGD

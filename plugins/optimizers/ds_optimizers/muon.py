@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer
-from ds_optimizers.normalized import VARIANTS, normalize
+from ds_optimizers.moments.normalized import VARIANTS, normalize
 
 if TYPE_CHECKING:
     from ds_optimizer_kit import Unit
@@ -64,7 +64,7 @@ class Muon(CollectingOptimizer):
 
     nesterov: orthogonalise what is a step ahead of the momentum, not the momentum itself.
     variant: "normuon" and "adamuon" divide the orthogonalised update by the root of a second moment,
-        of each row or each element, whose decay rate is beta2: see `ds_optimizers.normalized`.
+        of each row or each element, whose decay rate is beta2: see `ds_optimizers.moments.normalized`.
 
     States: ``momentum_buffer`` (and ``exp_avg_sq`` of a variant), or ``exp_avg`` and ``exp_avg_sq``.
     """

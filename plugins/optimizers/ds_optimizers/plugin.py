@@ -38,15 +38,15 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "CPULion": _entry("lion:CPULion", "Lion"),
     "DeepSpeedCPULion": _entry("lion:DeepSpeedCPULion", "CPULion"),
     "AdamMini": _entry(
-        "adam_mini:AdamMini",
+        "moments.adam_mini:AdamMini",
         "AdamMini",
         grain="tensor",
-        groups="ds_optimizers.adam_mini:split_stacks",
+        groups="ds_optimizers.moments.adam_mini:split_stacks",
         collects=True,
     ),
     # It collects nothing, but must not be given states of zero: see its `bind_layout`.
     "ScheduleFreeAdamW": _entry(
-        "schedule_free:ScheduleFreeAdamW", "ScheduleFreeAdamW", collects=True
+        "moments.schedule_free:ScheduleFreeAdamW", "ScheduleFreeAdamW", collects=True
     ),
     "Lamb": _entry("lamb:Lamb", "Lamb", grain="tensor", collects=True),
     "FusedLamb": _entry("lamb:FusedLamb", "Lamb", grain="tensor", collects=True),

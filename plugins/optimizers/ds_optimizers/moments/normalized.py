@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ds_optimizers.rows import Rows, add_up
+from ds_optimizers.moments.rows import Rows, add_up
 
 if TYPE_CHECKING:
     from ds_optimizer_kit import Layout

@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer, wide
-from ds_optimizers.rows import Rows
+from ds_optimizers.moments.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

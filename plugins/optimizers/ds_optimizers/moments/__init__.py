@@ -1,0 +1,1 @@
+"""Optimizers with other moments than Adam's: of rows, of orthogonalised updates, and averages."""
