@@ -20,6 +20,7 @@ OTHERWISE = {
     "CheckConformance": "tests ask for each rule by its message",
     "CommandConformance": "tests run each command",
     "CompilePassConformance": "tests compare compiled runs with plain ones on several ranks",
+    "GradientsConformance": "of the packages that change gradients; a recorder changes none",
     "InterceptorConformance": "tests record what is intercepted",
     "KernelConformance": "of the packages that serve its kernels",
     "LauncherConformance": "tests start real clusters, in network namespaces",
