@@ -117,7 +117,7 @@ def losses_by(stage: int, provider: str, dtype: str) -> list[Any]:
 
 def train_experts(stage: int, provider: str) -> list[float]:
     moe = core_checks("test_moe_running", ROOT / "plugins" / "moe" / "tests")
-    engine = moe.start(2, stage, collectives=provider, plugins={"load": [offer("abab")]})
+    engine = moe.engine_of(2, stage, collectives=provider, plugins={"load": [offer("abab")]})
     losses: list[float] = moe.steps(engine, 0, 4)
     assert levels() == (provider == "spread")
     engine.destroy()
