@@ -1,6 +1,7 @@
 from ds_optimizer_kit.deal import deal as deal
 from ds_optimizer_kit.exchange import MatrixExchange as MatrixExchange
 from ds_optimizer_kit.exchange import Unit as Unit
+from ds_optimizer_kit.exchange import group_alike as group_alike
 from ds_optimizer_kit.layout import Held as Held
 from ds_optimizer_kit.layout import Lane as Lane
 from ds_optimizer_kit.layout import Layout as Layout

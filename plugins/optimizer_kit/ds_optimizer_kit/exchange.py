@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,20 @@ class _Piece:
     rank: int
     unit: Unit
     held: Held
+
+
+def group_alike(
+    matrices: Iterable[tuple[Unit, Tensor]], key: Callable[[Unit], Hashable]
+) -> list[list[tuple[Unit, Tensor]]]:
+    """The matrices in lists that may be transformed in one batch: those of one `key`.
+
+    A tied weight is by itself. Its copies are computed with other neighbours on other ranks, and
+    products may be rounded otherwise in a batch of another size.
+    """
+    found: dict[Hashable, list[tuple[Unit, Tensor]]] = {}
+    for unit, matrix in matrices:
+        found.setdefault((key(unit), unit if unit.tied else None), []).append((unit, matrix))
+    return list(found.values())
 
 
 Cost = Callable[[int, int], float]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,12 @@ class Held:
         return (self.slice.ranges, self.start, self.stop)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ParamPart:
-    """One tensor of the optimizer, as a part of the full parameter."""
+    """One tensor of the optimizer, as a part of the full parameter.
+
+    What follows from `ranks` is worked out once: each step asks for it, and ranks may be thousands.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -73,17 +77,17 @@ class ParamPart:
         """What this rank has."""
         return self.ranks[self.index]
 
-    @property
+    @cached_property
     def cut(self) -> bool:
         """Whether no rank has all of it."""
         return not any(held.whole for held in self.ranks)
 
-    @property
+    @cached_property
     def spread(self) -> bool:
         """Whether some rank lacks some of it."""
         return not all(held.whole for held in self.ranks)
 
-    @property
+    @cached_property
     def counts(self) -> bool:
         """Whether this rank is the first of those that have the same elements."""
         mine = self.mine

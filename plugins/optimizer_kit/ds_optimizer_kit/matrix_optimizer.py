@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_optimizer_kit.exchange import MatrixExchange, Unit, product_cost
+from ds_optimizer_kit.exchange import MatrixExchange, Unit, group_alike, product_cost
 from ds_optimizer_kit.layout import Layout
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class MatrixOptimizer(Optimizer):
         used = set(having) if self._layout is None else self._layout.used(having)
         # 1. What this rank has of each matrix. Where others have a gradient, none here is zero.
         values = {
-            p: self.prepare(g, given.get(p, torch.zeros_like(p)), self.state[p]).reshape(-1)
+            p: self.prepare(
+                g, given[p] if p in given else torch.zeros_like(p), self.state[p]
+            ).reshape(-1)
             for p, g in matrices.items()
             if p in used and p.numel()
         }
@@ -150,15 +152,11 @@ class MatrixOptimizer(Optimizer):
         self, owned: Iterable[tuple[Unit, Tensor]], groups: Mapping[Tensor, Group]
     ) -> dict[Unit, Tensor]:
         """`update` of the matrices of each group and shape at once."""
-        batches: dict[tuple[Any, ...], list[tuple[Unit, Tensor]]] = {}
-        for unit, matrix in owned:
-            # A tied weight by itself: copies on other ranks must stay equal bit for bit.
-            key = (id(groups[unit.tensor]), unit.rows_columns, unit if unit.tied else None)
-            batches.setdefault(key, []).append((unit, matrix.reshape(unit.rows_columns)))
         found: dict[Unit, Tensor] = {}
-        for members in batches.values():
+        for members in group_alike(owned, lambda u: (id(groups[u.tensor]), u.rows_columns)):
             group = groups[members[0][0].tensor]
-            changes = self.update(torch.stack([matrix for _, matrix in members]), group)
+            stack = torch.stack([matrix.reshape(unit.rows_columns) for unit, matrix in members])
+            changes = self.update(stack, group)
             for (unit, _), change in zip(members, changes, strict=True):
                 found[unit] = change.reshape(unit.shape)
         return found

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_optimizer_kit import Layout
 from torch import Tensor
 
 from ds_optimizers.base import KernelOptimizer
+from ds_optimizers.moments.rows import Rows
 
 if TYPE_CHECKING:
-    from ds_optimizer_kit import Layout
-
     from ds_core.partition import StepInputs
 
 
@@ -27,10 +27,21 @@ class CollectingOptimizer(KernelOptimizer):
     def _find_anew(self) -> None:
         super()._find_anew()
         self.layout: Layout | None = None
+        # What `rows_of` has found, by the id of the parameter and the number of dimensions.
+        self._rows: dict[tuple[int, int], Rows] = {}
 
     def bind_layout(self, layout: Layout) -> None:
         """Where the tensors of this optimizer lie in full parameters; without it they are full."""
         self.layout = layout
+        self._rows.clear()
+
+    def rows_of(self, param: Tensor, lead: int) -> Rows:
+        """The rows of a parameter whose first `lead` dimensions number them; worked out once."""
+        key = id(param), lead
+        if key not in self._rows:
+            layout = Layout.local([param]) if self.layout is None else self.layout
+            self._rows[key] = Rows.of(layout.parts[param], lead)
+        return self._rows[key]
 
     def collects(self, group: dict[str, Any]) -> bool:
         """Whether parameters of `group` are looked at as a whole."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from ds_optimizer_kit import Layout, MatrixExchange
+from ds_optimizer_kit import Layout, MatrixExchange, group_alike
 from ds_optimizer_kit.matrix_optimizer import is_matrix, stack_dims
 from torch import Tensor
 
@@ -205,7 +205,8 @@ class Muon(CollectingOptimizer):
             return {}
         layout = Layout.local(groups) if self.layout is None else self.layout
         some = {p: v for p, v in changes.items() if p in groups}
-        return normalize(layout, groups, some, {p: self.state[p]["exp_avg_sq"] for p in some})
+        moments = {p: self.state[p]["exp_avg_sq"] for p in some}
+        return normalize(layout, self.rows_of, groups, some, moments)
 
     def _apply(
         self,
@@ -261,16 +262,14 @@ def orthogonalize_all(
     matrices: Sequence[tuple[Unit, Tensor]], methods: Mapping[Tensor, str]
 ) -> dict[Unit, Tensor]:
     """`orthogonalize` of each, those of one shape in one batch."""
-    batches: dict[tuple[Any, ...], list[tuple[Unit, Tensor]]] = {}
-    for unit, matrix in matrices:
+
+    def key(unit: Unit) -> tuple[int, int, str]:
         rows, columns = unit.rows_columns
-        # Copies of a tied weight are computed with other neighbours on each stage, and products may
-        # be rounded otherwise in a batch of another size.
-        alone = unit if unit.tied else None
-        shape = (max(rows, columns), min(rows, columns))
-        batches.setdefault((shape, methods[unit.tensor], alone), []).append((unit, matrix))
+        return max(rows, columns), min(rows, columns), methods[unit.tensor]
+
     found: dict[Unit, Tensor] = {}
-    for (_, method, _), members in batches.items():
+    for members in group_alike(matrices, key):
+        method = methods[members[0][0].tensor]
         # All lie down: a tall matrix and its transpose of one size share a batch.
         flat = [m.reshape(u.rows_columns) for u, m in members]
         stack = torch.stack([m.mT if m.shape[0] > m.shape[1] else m for m in flat])

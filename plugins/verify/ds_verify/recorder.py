@@ -269,7 +269,7 @@ class Recorder:
             "keys": sorted(ctx.config.raw),
             "summed": ctx.config.core.gradient_allreduce_op == "sum",
             "clip": ctx.config.core.gradient_clipping,
-            "compute": str(compute_dtype(ctx)).removeprefix("torch."),
+            "compute": _name_of(compute_dtype(ctx)),
         }
         path = self.folder / "facts.json"
         path.write_text(json.dumps(facts, indent=1), encoding="utf-8")

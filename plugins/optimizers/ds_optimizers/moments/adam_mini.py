@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ds_optimizer_kit import Layout, ParamPart
+from ds_optimizer_kit import ParamPart
 from ds_optimizer_kit.matrix_optimizer import stack_dims
 from torch import Tensor
 
@@ -65,7 +65,6 @@ class AdamMini(CollectingOptimizer):
         # What `collect` completes in this step, and the sums of squares of its gradients.
         self._noted: list[_Noted] = []
         self._squares: dict[Tensor, Tensor] = {}
-        self._rows: dict[Tensor, Rows] = {}
 
     def update(self, group: dict[str, Any], batch: StepBatch) -> None:
         """See `KernelOptimizer.update`: the first moment, and sums over this rank's part of rows."""
@@ -112,23 +111,17 @@ class AdamMini(CollectingOptimizer):
             each.copy.copy_(param)
 
     def _rows_of(self, param: Tensor, group: Mapping[str, Any]) -> Rows:
-        if param not in self._rows:
-            layout = self.layout or Layout.local([param])
-            found = layout.parts[param]
-            self._rows[param] = Rows.of(found, _lead(found, group["stacked"]))
-        return self._rows[param]
-
-    def bind_layout(self, layout: Layout) -> None:
-        """See `CollectingOptimizer.bind_layout`."""
-        super().bind_layout(layout)
-        self._rows = {}
+        return self.rows_of(
+            param,
+            _lead(param if self.layout is None else self.layout.parts[param], group["stacked"]),
+        )
 
 
 def _count(part: ParamPart, stacked: int) -> int:
     return math.prod(part.shape[: _lead(part, stacked)])
 
 
-def _lead(part: ParamPart, stacked: int) -> int:
+def _lead(part: ParamPart | Tensor, stacked: int) -> int:
     """How many of the first dimensions number rows."""
     return stacked + (len(part.shape) - stacked >= 2)
 

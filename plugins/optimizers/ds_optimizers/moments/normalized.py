@@ -11,15 +11,17 @@ checkpoints go to any layout. Sums of rows and of matrices that are cut are one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ds_optimizers.moments.rows import Rows, add_up
+from ds_optimizers.moments.rows import add_up
 
 if TYPE_CHECKING:
     from ds_optimizer_kit import Layout
+
+    from ds_optimizers.moments.rows import Rows
 
 VARIANTS = ("muon", "normuon", "adamuon")
 # The root of the mean square of Adam's updates, as both papers have it.
@@ -28,19 +30,21 @@ _SIZE = 0.2
 
 def normalize(
     layout: Layout,
+    rows_of: Callable[[Tensor, int], Rows],
     groups: Mapping[Tensor, Mapping[str, Any]],
     changes: Mapping[Tensor, Tensor],
     moments: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, Tensor]:
     """Update `moments`; what to subtract, times the learning rate. Collective.
 
+    rows_of: gives the rows of a parameter whose first dimensions, so many, number them.
     groups: of the parameters that are normalised, the same on all ranks.
     changes: this rank's elements of the orthogonalised matrices, flat.
     moments: of the same parameters.
     """
     # 1. The second moments: v <- beta2 v + (1 - beta2) mean of o^2.
     rows = {
-        param: Rows.of(layout.parts[param], group["stacked"] + 1)
+        param: rows_of(param, group["stacked"] + 1)
         for param, group in groups.items()
         if group["variant"] == "normuon"
     }
@@ -55,7 +59,7 @@ def normalize(
         deviation = moment.reshape(-1).to(change).sqrt().add_(groups[param]["eps"])
         found[param] = change.reshape(-1) / deviation
     # 2. The size of the whole update, of each matrix in a stack by itself.
-    whole = {p: Rows.of(layout.parts[p], group["stacked"]) for p, group in groups.items()}
+    whole = {p: rows_of(p, group["stacked"]) for p, group in groups.items()}
     squares = add_up(layout, whole, {p: o.square() for p, o in found.items()})
     for param, change in found.items():
         each = whole[param]
