@@ -112,10 +112,11 @@ def test_links(lab: Labs) -> None:
     serve(b)
     before = b.received, b.sent
     ask(a, "b", count=200_000)
-    assert all(
-        200_000 < now - then < 230_000
-        for now, then in zip((b.received, b.sent), before, strict=True)
-    )
+    after = b.received, b.sent
+    counted = [now - then for now, then in zip(after, before, strict=True)]
+    # The least is what was sent. The most is generous: on a busy machine the echo leaves in small
+    # packets, each with its headers, and what is late is sent again.
+    assert all(200_000 < count < 400_000 for count in counted), counted
     b.link(latency=0.02)
     assert float(ask(a, "b")) >= 0.04
     b.link(latency=0.001, loss=0.05)
