@@ -7,11 +7,13 @@ reference over its difference between the two references, in L2 norm. Small tens
 little by chance: the difference is taken as at least the median relative one of all tensors of its
 kind and step, and as at least the rounding of the tensor's own dtype.
 
-[Note: updates] Weights are compared by how far they have moved since the first step: a learning rate
-of 1e-4 changes them by less than a perturbed start does, so an update that is missing on one rank
-would hide in the weights themselves. Where a gradient is little but rounding, optimizers that divide by its
-size move an element by chance: such elements are allowed for, and so is what the next step computes
-with them.
+[Note: steps] Each step of the references begins with the subject's weights and states, so what one
+step leaves apart, however right, does not add up, and a difference belongs to its step.
+
+[Note: updates] Weights are compared by how far they have moved in the step: a learning rate of 1e-4
+changes them by less than a perturbed start does, so an update that is missing on one rank would hide
+in the weights themselves. Where a gradient is little but rounding, optimizers that divide by its
+size move an element by chance: such elements are allowed for.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,8 +33,8 @@ from ds_verify.sampling import sample_size
 LIMIT = 8.0
 """The ratio above which a tensor counts as different."""
 
-MOST_GROWTH = 100.0
-"""The most that the tolerance of a step grows by what the step before has left apart."""
+START = -1
+"""The phase of weights before the first step, which are compared with those of the checkpoint."""
 
 Key = tuple[str, str, int, int]
 
@@ -60,8 +62,6 @@ class Difference:
     """Of what the subject has."""
     reference: float
     """The norm of what it should have."""
-    plain_ratio: float = 0.0
-    """The ratio without an allowance for unsteady elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +109,22 @@ def compare_folders(
     if perturbed is not None:
         records.append(Record(perturbed))
     sample = int(records[0].facts["limit"])
-    begin = [assemble(record.step(-1), sample) for record in records]
     rows: list[Difference] = []
     skipped: dict[str, None] = {}
     cause = ""
-    grown = 1.0
     for step in range(records[0].steps):
+        # Those of the reference are the subject's: they were loaded from its checkpoint.
+        begin = [assemble(record.begin(step), sample) for record in records[1:]]
+        if step == 0:
+            rows = _compare_begin(records[0].begin(0), begin[0])
+            cause = _cause_of_begin(rows, limit)
         found = records[0].step(step)
         others = [record.step(step) for record in records[1:]]
         wholes = [assemble(pieces, sample) for pieces in others]
         shapes = {piece.entry.key: piece.entry.shape for piece in others[0]}
         # An output of which each rank has a part has another shape in one process.
         fitting = [p for p in found if shapes.get(p.entry.key, p.entry.shape) == p.entry.shape]
-        new, missing = _compare_step(step, fitting, wholes, begin, sample, grown)
+        new, missing = _compare_step(step, fitting, wholes, begin, sample)
         missing += [
             f"{p.entry.kind} {p.entry.name}"
             for p in found
@@ -130,9 +133,9 @@ def compare_folders(
         new.sort(key=lambda row: (row.order, row.rank))
         skipped.update(dict.fromkeys(missing))
         if not cause and (wrong := [row for row in new if not row.ratio <= limit]):
-            cause = explain(wrong, found, wholes[0], records[0].facts, equal=rows)
+            earlier = [row for row in rows if row.step < step]
+            cause = explain(wrong, found, wholes[0], records[0].facts, equal=earlier)
         rows += new
-        grown = max(1.0, _growth(new))
     if not rows:
         from ds_core.errors import UsageError
 
@@ -167,8 +170,8 @@ class _Step:
     number: int
     reference: Mapping[Key, Tensor]
     """The whole samples of the reference."""
-    before: tuple[Mapping[Key, Tensor], Mapping[Key, Tensor]]
-    """The samples before the first step, of the subject and of the reference."""
+    before: Mapping[Key, Tensor]
+    """The samples of weights before the step."""
     moved: Mapping[Key, float]
     """How far the perturbed reference is from the reference."""
     usual: Mapping[str, float]
@@ -179,13 +182,12 @@ class _Step:
         entry = piece.entry
         here = piece.of(right)
         values = piece.values.double()
-        start = self.before[1].get(entry.key) if _is_weight(entry.kind, entry.name) else None
-        own = self.before[0].get(entry.key)
-        by_update = start is not None and own is not None
-        if start is not None and own is not None:
+        start = self.before.get(entry.key) if _is_weight(entry.kind, entry.name) else None
+        by_update = start is not None
+        if start is not None:
             # See [Note: updates].
             change = here - piece.of(start)
-            values = values - piece.of(own)
+            values = values - piece.of(start)
         else:
             change = here
         share = math.sqrt(max(here.numel(), 1) / max(right.numel(), 1))
@@ -206,7 +208,6 @@ class _Step:
             rank=piece.rank,
             order=order,
             ratio=_ratio(size, max(expected, unsteady)),
-            plain_ratio=_ratio(size, expected),
             relative=_ratio(size, _norm(change)),
             norm=_norm(values),
             reference=_norm(change),
@@ -248,25 +249,23 @@ def _compare_step(
     wholes: list[dict[Key, Tensor]],
     begin: list[dict[Key, Tensor]],
     limit: int,
-    grown: float,
 ) -> tuple[list[Difference], list[str]]:
     """The rows of one step, and the names that could not be compared.
 
     wholes: of the reference, and of the perturbed one if there is one.
-    begin: what weights were before the first step, of the subject and of those.
-    grown: see `_growth`, of the step before.
+    begin: what their weights were before the step.
     """
     reference = wholes[0]
     moved: dict[Key, float] = {}
     for key, whole in reference.items():
         if len(wholes) > 1 and key in wholes[1] and wholes[1][key].shape == whole.shape:
-            change = (wholes[1][key] - whole) - _since(begin[2], begin[1], key, whole)
-            moved[key] = _norm(change) * grown
-    usual = _median_relative(moved, reference, begin[1])
+            change = (wholes[1][key] - whole) - _since(begin[1], begin[0], key, whole)
+            moved[key] = _norm(change)
+    usual = _median_relative(moved, reference, begin[0])
     # A norm can be moved by nothing by chance, but by no more than all gradients together.
     gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
     moved.update({key: max(moved[key], gradients) for key in moved if key[0] == "norm"})
-    step = _Step(number, reference, (begin[0], begin[1]), moved, usual)
+    step = _Step(number, reference, begin[0], moved, usual)
     rows = []
     missing = []
     for piece in found:
@@ -278,14 +277,26 @@ def _compare_step(
     return [*rows, *step.absent(found, limit)], missing
 
 
-def _growth(rows: Iterable[Difference]) -> float:
-    """How many times farther a weight is from the reference's than the perturbed one is, at most.
+def _compare_begin(found: list[Recorded], reference: Mapping[Key, Tensor]) -> list[Difference]:
+    """Each rank's weights before the first step, compared with those that its checkpoint has."""
+    # Nothing was computed yet, so only rounding to another dtype may stand between them.
+    step = _Step(0, reference, {}, {}, {})
+    rows = []
+    for piece in found:
+        right = reference.get(piece.entry.key)
+        if right is not None and piece.of(right).numel() == piece.values.numel():
+            row = step.row(piece, right)
+            rows.append(replace(row, order=(0, START, 0, piece.entry.order)))
+    return sorted(rows, key=lambda row: (row.order, row.rank))
 
-    Within what is allowed an unsteady element of the subject may have gone another way, and what
-    the next step computes is as far apart as the weights with which it begins.
-    """
-    found = max((row.plain_ratio for row in rows if row.kind == "weight"), default=1.0)
-    return min(found, MOST_GROWTH)
+
+def _cause_of_begin(rows: list[Difference], limit: float) -> str:
+    if all(row.ratio <= limit for row in rows):
+        return ""
+    return (
+        "before the first step this rank has another value than the one that is saved: ranks begin "
+        "with different weights (not broadcast, or changed on one rank after initialize)"
+    )
 
 
 def _phase(kind: str) -> int:
@@ -300,7 +311,7 @@ def _is_weight(kind: str, name: str) -> bool:
 def _since(
     perturbed: Mapping[Key, Tensor], reference: Mapping[Key, Tensor], key: Key, like: Tensor
 ) -> Tensor:
-    """How far apart the two references were before the first step, in what is compared by updates."""
+    """How far apart the two references were before the step, in what is compared by updates."""
     if not _is_weight(key[0], key[1]) or key not in perturbed or key not in reference:
         return torch.zeros_like(like)
     return perturbed[key] - reference[key]

@@ -49,6 +49,8 @@ class Recorder:
     """The data-parallel index of who sees the running micro-batch."""
     started: bool = False
     """Whether the first forward has begun."""
+    _saved: int = -1
+    """The last step whose beginning was kept."""
     done: bool = False
     """Whether all steps are recorded."""
 
@@ -107,6 +109,9 @@ class Recorder:
         """Record the inputs, and seed the generators."""
         if self._had_backward:
             self.next_micro()
+        if self._saved < self.step:
+            self._saved = self.step
+            self.begin_step()
         self.active = True
         if self._leads:
             self._record_call(args, kwargs)
@@ -219,7 +224,7 @@ class Recorder:
         norm = torch.tensor([float(metrics["grad_norm"])], dtype=torch.float64)
         self.writer.add(Entry("norm", "the global norm", (1,), "float32"), norm)
         self.record_weights()
-        self.writer.write(self.step)
+        self.writer.write(f"step{self.step}")
         if self._leads:
             self._write_calls()
         self.step += 1
@@ -245,15 +250,17 @@ class Recorder:
                 self._add(*label, self._sampled(state), state.values().dtype, order)
 
     def start(self) -> None:
-        """Save what the reference begins with. Collective."""
-        ctx = self.ctx
-        engine = ctx.engine
-        engine.save_checkpoint(str(self.folder / "initial"), tag="start")
-        engine.wait_for_checkpoint()
-        if ctx.rank == 0:
+        """The first forward begins. Collective."""
+        if self.ctx.rank == 0:
             self.write_facts()
         self.record_weights()
-        self.writer.write(-1)
+        self.writer.write("begin0")
+
+    def begin_step(self) -> None:
+        """Save what the reference begins the step with. Collective."""
+        engine = self.ctx.engine
+        engine.save_checkpoint(str(self.folder / "states"), tag=f"step{self.step}")
+        engine.wait_for_checkpoint()
 
     def write_facts(self) -> None:
         """Write what a reference and the comparison need to know of the layout."""

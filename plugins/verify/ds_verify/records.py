@@ -1,8 +1,8 @@
 """The record of a run on disk: per rank and step one file of tensors and one that says what they are.
 
 safetensors and JSON only. A folder has `facts.json` (the layout) and, per rank, a folder with
-``stepN.safetensors`` and ``stepN.json`` (what is compared), ``callsN.*`` (what is replayed) and
-``done`` when the last step is there. Step -1 is the state before the first step.
+``stepN.safetensors`` and ``stepN.json`` (what is compared), ``beginN.*`` (the weights before the
+step), ``callsN.*`` (what is replayed) and ``done`` when the last step is there.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class StepWriter:
             self._tensors[f"{number}.places"] = places
         self._entries.append(entry)
 
-    def write(self, step: int) -> None:
-        """Write the step, and begin the next."""
-        save_file(self._tensors, self._folder / f"step{step}.safetensors")
+    def write(self, name: str) -> None:
+        """Write what was collected under `name`, and begin the next."""
+        save_file(self._tensors, self._folder / f"{name}.safetensors")
         text = json.dumps([asdict(entry) for entry in self._entries])
-        (self._folder / f"step{step}.json").write_text(text, encoding="utf-8")
+        (self._folder / f"{name}.json").write_text(text, encoding="utf-8")
         self._entries.clear()
         self._tensors.clear()
 
@@ -126,9 +126,16 @@ class Record:
 
     def step(self, step: int) -> list[Recorded]:
         """All that was recorded in a step, of all ranks."""
+        return self._read(f"step{step}")
+
+    def begin(self, step: int) -> list[Recorded]:
+        """The weights before a step; of the subject before the first alone."""
+        return self._read(f"begin{step}")
+
+    def _read(self, name: str) -> list[Recorded]:
         found = []
         for rank in range(self.world):
-            path = self.folder / f"rank{rank}" / f"step{step}.json"
+            path = self.folder / f"rank{rank}" / f"{name}.json"
             tensors = load_file(path.with_suffix(".safetensors"))
             for number, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
                 entry = Entry(**{**row, "shape": tuple(row["shape"])})

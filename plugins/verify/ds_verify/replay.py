@@ -57,19 +57,29 @@ class Replay(Recorder):
 
     def start(self) -> None:
         """Load, replay everything, and end the program."""
-        engine = self.ctx.engine
-        # A weight that one of the two layouts lacks is found by the comparison.
-        engine.load_checkpoint(str(self.source / "initial"), tag="start", load_module_strict=False)
         eps = torch.finfo(compute_dtype(self.ctx)).eps if self.section.perturb else 0.0
-        if eps:
-            self._perturb_weights(eps)
         if self.ctx.rank == 0:
             self.write_facts()
-        self.record_weights()
-        self.writer.write(-1)
         for step in range(int(self.facts["steps"])):
+            self._load_step(step, eps)
             self._replay_step(step, eps)
         raise SystemExit(0)
+
+    def begin_step(self) -> None:
+        """Nothing is saved: nobody replays a reference."""
+
+    def _load_step(self, step: int, eps: float) -> None:
+        """Begin a step with what the subject began it with, so that no step inherits differences."""
+        self.ctx.engine.load_checkpoint(
+            str(self.source / "states"),
+            tag=f"step{step}",
+            # A weight that one of the two layouts lacks is found by the comparison.
+            load_module_strict=False,
+        )
+        if eps:
+            self._perturb_weights(eps)
+        self.record_weights()
+        self.writer.write(f"begin{step}")
 
     def _replay_step(self, step: int, eps: float) -> None:
         """One optimizer step: micro-batch by micro-batch, and in each part by part."""

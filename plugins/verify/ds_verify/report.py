@@ -46,9 +46,8 @@ def describe(report: Report) -> str:
 
 def _name(row: Difference) -> str:
     micro = f", micro-batch {row.micro}" if row.kind in MICRO else ""
-    return (
-        f"{KIND_NAMES.get(row.kind, row.kind)} {row.name}, step {row.step}{micro}, rank {row.rank}"
-    )
+    step = f"step {row.step}" if row.order[1] >= 0 else "before the first step"
+    return f"{KIND_NAMES.get(row.kind, row.kind)} {row.name}, {step}{micro}, rank {row.rank}"
 
 
 MICRO = ("forward", "backward", "local gradient")

@@ -207,7 +207,7 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
             continue
         if fault.kind == "not_reduced":
             shard.tensor.copy_(shard.take(sum(local[shard.name], torch.zeros(()))))
-        if fault.kind == "zero":
+        if fault.kind == "zero" or (fault.kind == "once" and gradients.step == 0):
             shard.tensor.zero_()
         if fault.kind == "bfloat16":
             shard.tensor.copy_(shard.tensor.bfloat16())

@@ -158,7 +158,7 @@ FAULTS = [
     ("untied", 0, "local gradient", "tok.weight", "a use of the parameter is missing"),
     ("not_published", 1, "weight", "blocks.1.up.weight", "on rank 1 alone"),
     ("other_eps", 1, "forward", "blocks.1", "computes something else"),
-    ("swapped", 0, "forward", "blocks.1", ""),
+    ("swapped", 0, "weight", "blocks.1.up.weight", "begin with different weights"),
     ("zero", 1, "gradient", "blocks.1.up.weight", "dropped"),
     ("half_reduced", 0, "gradient", "blocks.1.up.weight", "of its elements differ"),
 ]
@@ -194,6 +194,18 @@ def test_a_planted_fault_is_named(
     data = json.loads(json.dumps(as_data(report)))
     assert data["first"]["name"] == first.name and len(data["tensors"]) == len(report.rows)
     assert first.name in make_page(report, "train.py")
+
+
+def test_a_difference_stays_in_its_step(tmp_path: Path) -> None:
+    """Each step of the reference begins with what the subject has then: weights and states."""
+    config = {
+        "zero_optimization": {"stage": 1},
+        "plugins": {"load": ["fault=faults"]},
+        "fault": {"kind": "once"},
+    }
+    report = verify(run_ranks, tmp_path, config)
+    assert {row.step for row in report.wrong} == {0}
+    assert {row.step for row in report.rows} == {0, 1}
 
 
 def test_shards_have_parts_of_one_sample() -> None:
