@@ -54,7 +54,6 @@ def refusals() -> dict[str, str]:
         "Muon tp": (m.whole, config("Muon", **divided), None),
         "Lamb tp": (m.whole, config("Lamb", **divided), None),
         "Lion tp": (m.whole, config("Lion", **divided), None),
-        "OneBitLamb tp": (m.whole, config("OneBitLamb", **divided), None),
         "ZenFlow tp": (m.whole, config("AdamW", zero_optimization=flow, **divided), None),
         "Muon tp zero3": (m.whole, config("Muon", zero_optimization={"stage": 3}, **divided), None),
         "unknown tp": (m.whole, plain, lambda groups: Unknown(groups)),
@@ -89,6 +88,7 @@ def test_what_would_take_a_part_for_the_whole_is_refused_by_all_ranks() -> None:
     assert first == second
     taken = {name for name, why in first.items() if not why}
     whole = {"Muon tp", "Lamb tp", "Muon tp zero3", "Lamb ep"}
+    whole |= {"OneBitLamb ep", "OneBitLamb pp"}
     assert taken == whole | {"Lion tp", "function tp", "OneBitAdam ep", "unknown dp"}, first
     for name, why in first.items():
         if why:

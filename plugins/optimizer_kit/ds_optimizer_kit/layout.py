@@ -71,6 +71,10 @@ class ParamPart:
     """This rank's place in `ranks`."""
     tied: bool = False
     """Whether other groups of ranks update copies of it, which must stay equal bit for bit."""
+    held: tuple[str, ...] = ()
+    """Mesh axes along which ranks have other parameters, or other parts of it (tp, ep, pp)."""
+    counted: bool = True
+    """Whether sums over the model take this copy of a tied one."""
 
     @property
     def mine(self) -> Held:
@@ -109,8 +113,15 @@ class Lane:
 class Layout:
     """The tensors of an optimizer by `Lane`; all ranks of a lane's group have the same one."""
 
-    def __init__(self, lanes: Iterable[Lane]) -> None:
+    def __init__(
+        self,
+        lanes: Iterable[Lane],
+        others: Mapping[tuple[str, ...], tuple[ProcessGroup, torch.device]] | None = None,
+    ) -> None:
         self.lanes = list(lanes)
+        # By each `ParamPart.held` of any rank, in one order: the group along these axes, and the
+        # device of its collectives.
+        self._others = {} if others is None else dict(others)
         self.parts = {t: part for lane in self.lanes for t, part in lane.parts.items()}
 
     @classmethod
@@ -136,21 +147,72 @@ class Layout:
 
         Returns the sums for all tensors of these, the same bits on all ranks of a group.
         """
+        return self._reduce(values, length, of, torch.distributed.ReduceOp.SUM, 0.0)
+
+    def maxima(
+        self,
+        values: Mapping[Tensor, Tensor],
+        length: Callable[[ParamPart], int] = lambda part: 1,
+        of: Callable[[ParamPart], bool] = attrgetter("cut"),
+    ) -> dict[Tensor, Tensor]:
+        """The largest of `values` over the ranks that have parts of a parameter; as `sums`. Collective.
+
+        One that is left out on all ranks is -inf.
+        """
+        return self._reduce(values, length, of, torch.distributed.ReduceOp.MAX, -math.inf)
+
+    def _reduce(
+        self,
+        values: Mapping[Tensor, Tensor],
+        length: Callable[[ParamPart], int],
+        of: Callable[[ParamPart], bool],
+        op: torch.distributed.ReduceOp.RedOpType,
+        nothing: float,
+    ) -> dict[Tensor, Tensor]:
         found: dict[Tensor, Tensor] = {}
         for lane in self.lanes:
             cut = {t: part for t, part in lane.parts.items() if of(part)}
             if not cut:
                 continue
             sizes = [length(part) for part in cut.values()]
-            total = torch.zeros(sum(sizes), dtype=torch.float64, device=lane.device)
+            total = torch.full((sum(sizes),), nothing, dtype=torch.float64, device=lane.device)
             for (tensor, part), into in zip(cut.items(), total.split(sizes), strict=True):
                 # Ranks with the same elements have the same value: it counts once.
                 if tensor in values and part.counts:
                     into.copy_(values[tensor])
             comm.label("sums of optimizers")
-            comm.all_reduce(total, group=lane.group)
+            comm.all_reduce(total, op=op, group=lane.group)
             found.update(zip(cut, total.split(sizes), strict=True))
         return found
+
+    def over_model(self, values: Mapping[Tensor, Tensor], length: int = 1) -> Tensor:
+        """Add up `values` over the parameters of the model, those that other ranks have too. Collective.
+
+        Once for each `ParamPart.held` that there is, along these axes only: where ranks of dp have
+        other values, they have other sums.
+
+        values: what this rank has computed of its part, a 1-d tensor of `length` values in fp64;
+            every tensor with the same elements counts, but only one copy of a tied one.
+
+        Returns the sums, the same bits on all ranks with the same values.
+        """
+        device = next((lane.device for lane in self.lanes), torch.device("cpu"))
+        total = torch.zeros(length, dtype=torch.float64, device=device)
+        by_axes: dict[tuple[str, ...], Tensor] = {}
+        for tensor, value in values.items():
+            part = self.parts[tensor]
+            if part.counted:
+                mine = by_axes.setdefault(part.held, torch.zeros_like(total))
+                mine += value.to(device)
+        for axes, (group, where) in (self._others or {(): (ALONE, device)}).items():
+            mine = by_axes.get(axes, torch.zeros_like(total)).to(where)
+            rows = mine.new_empty(comm.world_size(group), length)
+            comm.label("sums of optimizers")
+            comm.all_gather_into_tensor(rows, mine, group=group)
+            # In the order of ranks, so that other groups with the same values have the same bits.
+            for row in rows.to(device):
+                total += row
+        return total
 
     def used(self, tensors: Iterable[Tensor]) -> set[Tensor]:
         """The parameters of which any rank of the group has one in `tensors`. Collective.
@@ -199,6 +261,7 @@ def layout_of(ctx: Context) -> Layout:
         tied = {name for names in comm.all_gather_json(sorted(tied)) for name in names}
     # 1. What this rank has, by the axes along which there are other parts or replicas.
     mine: dict[tuple[str, ...], dict[str, tuple[Tensor, Held, torch.device]]] = {}
+    infos = {ctx.params[param].name: ctx.params[param] for param in ctx.trained}
     for param in ctx.trained:
         info = ctx.params[param]
         shard = locate(engine, param)
@@ -224,11 +287,26 @@ def layout_of(ctx: Context) -> Layout:
         for place, name in enumerate(names):
             tensor, held, _ = found[name]
             ranks = tuple(_held(row[place], held.slice) for row in everyone)
-            part = ParamPart(name, held.slice.shape, ranks, mesh.index(*axes), name in tied)
+            info = infos[name]
+            part = ParamPart(
+                name,
+                held.slice.shape,
+                ranks,
+                mesh.index(*axes),
+                name in tied,
+                mesh.expand(info.held),
+                info.counted,
+            )
             _check_whole(part)
             lane.parts[tensor] = part
         lanes.append(lane)
-    return Layout(lanes)
+    # 3. Along which axes ranks have other parameters: all ranks of the world agree on these.
+    along = {part.held for lane in lanes for part in lane.parts.values()}
+    if ctx.world_size > 1:
+        everyone = comm.all_gather_json(sorted(along))
+        along = {tuple(axes) for rows in everyone for axes in rows}
+    device = next((lane.device for lane in lanes), ctx.accelerator.current_device())
+    return Layout(lanes, {axes: (mesh.group(*axes), device) for axes in sorted(along)})
 
 
 def _held(row: Any, like: Slice) -> Held:

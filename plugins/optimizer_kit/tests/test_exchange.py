@@ -145,3 +145,30 @@ def sent() -> int:
 def test_a_rank_keeps_what_it_has_and_half_of_what_is_cut_travels() -> None:
     # Rank 0 keeps the matrix that it has, rank 1 gets the other: half of it there, half back.
     assert run_ranks(2, sent) == [32 * 4, 32 * 4]
+
+
+def over_model() -> list[float]:
+    """A matrix of which each rank has a half, one that both have, and one of the second rank's alone."""
+    from ds_core import comm
+
+    rank = comm.rank()
+    everyone: Any = torch.distributed.group.WORLD
+    tensors = [torch.full((32,), 1.0 + rank), torch.full((4,), 5.0), torch.full((2 * rank,), 7.0)]
+    whole = Slice.of((8, 8))
+    halved = tuple(Held(whole, 32 * r, 32 * (r + 1)) for r in range(2))
+    lane = Lane(("tp",), everyone, torch.device("cpu"))
+    lane.parts[tensors[0]] = ParamPart("cut", (8, 8), halved, rank, held=("tp",))
+    lane.parts[tensors[1]] = ParamPart("both", (4,), (Held(Slice.of((4,)), 0, 4),) * 2, rank)
+    if rank:
+        held = (Held(Slice.of((2,)), 0, 2),)
+        lane.parts[tensors[2]] = ParamPart("last", (2,), held, 0, held=("tp",))
+    alone = comm.ALONE, torch.device("cpu")
+    layout = Layout([lane], {(): alone, ("tp",): (everyone, torch.device("cpu"))})
+    sums = {t: t.double().sum().reshape(1) for t in lane.parts}
+    (first,) = layout.maxima({tensors[0]: tensors[0].double().max().reshape(1)}).values()
+    return [layout.over_model(sums).item(), first.item()]
+
+
+def test_sums_over_the_model_count_each_element_once() -> None:
+    # 32 ones, 32 twos, four fives that both ranks have, two sevens; the largest of the first.
+    assert run_ranks(2, over_model) == [[32 + 64 + 20 + 14, 2.0]] * 2

@@ -64,7 +64,11 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
     "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
     "OneBitLamb": _entry(
-        "onebit.lamb:OneBitLamb", "OneBitLamb", grain="model", partitioner=SELF_REDUCED
+        "onebit.lamb:OneBitLamb",
+        "OneBitLamb",
+        grain="model",
+        partitioner=SELF_REDUCED,
+        collects=True,
     ),
 }
 LAMB_FORMS = ("lamb", "fusedlamb", "onebitlamb")

@@ -16,10 +16,11 @@ parameter's shape, silences further elements.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ from torch.optim import Optimizer
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import log_once
-from ds_optimizers.onebit.compress import Errors, Exchange, padded
+from ds_optimizers.onebit.compress import Errors, Exchange, average_together, padded
+
+if TYPE_CHECKING:
+    from ds_optimizer_kit import Layout
 
 log = logging.getLogger("ds_optimizers")
 
@@ -261,11 +265,38 @@ class OneBit(Optimizer):
             errors = [self._errors_of(_EACH, p, t, exchange.ranks) for p, t in members]
             exchange.average([t for _, t in members], errors)
 
-    def compress_fused(self, pairs: Work) -> None:
-        """The same with one scale for all, as if they were one tensor. Collective."""
-        for group, first, flat in self._together(pairs):
+    def compress_fused(self, pairs: Work, layout: Layout) -> None:
+        """The same with one scale for all tensors of the model, also those that ranks along other
+        axes have, as if they were one tensor. Collective over the world.
+
+        Tensors that lie alike are one flat tensor. A tied one is by itself, so that all stages that
+        have it give its elements to the same servers.
+        """
+        flats: list[tuple[Tensor, Tensor, Work]] = []
+        exchanges = []
+        for (group, _, _), members in self._kinds(pairs).items():
             exchange = self._exchange(group)
-            exchange.average([flat], [self._errors_of(_FUSED, first, flat, exchange.ranks)])
+            if exchange.ranks == 1:
+                continue
+            found = [(alike[0][0], _flat(alike), alike) for alike in _alike(members, layout)]
+            errors = [self._errors_of(_FUSED, p, flat, exchange.ranks) for p, flat, _ in found]
+            exchanges.append(exchange.rounds([flat for _, flat, _ in found], errors))
+            flats += found
+
+        def one_scale(views: list[list[Tensor]]) -> list[Tensor]:
+            """The root mean square over the model."""
+            each = itertools.chain(*views)
+            sizes = {
+                first: torch.stack([v.double().square().sum(), v.new_tensor(v.numel()).double()])
+                for (first, _, _), v in zip(flats, each, strict=True)
+            }
+            square, count = layout.over_model(sizes, 2)
+            root = (square / count.clamp(min=1)).sqrt()
+            return [root.to(v[0]).repeat(len(v)) for v in views]
+
+        average_together(exchanges, one_scale)
+        for _, flat, alike in flats:
+            _part(flat, alike)
 
     def _errors_of(self, kind: str, param: Tensor, tensor: Tensor, ranks: int) -> Errors:
         """The errors kept under `param`; none lost yet, if there are none or they are of another
@@ -295,14 +326,10 @@ class OneBit(Optimizer):
         """
         for (group, _, _), members in self._kinds(pairs).items():
             if comm.world_size(group) > 1:
-                tensors = [t for _, t in members]
                 # One collective per kind of tensors instead of one per tensor.
-                flat = torch.cat([t.reshape(-1) for t in tensors])
+                flat = _flat(members)
                 yield group, members[0][0], flat
-                for tensor, piece in zip(
-                    tensors, flat.split([t.numel() for t in tensors]), strict=True
-                ):
-                    tensor.copy_(piece.view(tensor.shape))
+                _part(flat, members)
 
     # -- arithmetic --------------------------------------------------------------------------------
 
@@ -321,6 +348,28 @@ class OneBit(Optimizer):
     def variance_changed(self) -> None:
         """Variances moved, so which elements have one is to be found anew."""
         self._alive.clear()
+
+
+def _flat(members: Work) -> Tensor:
+    """The tensors as one."""
+    return torch.cat([t.reshape(-1) for _, t in members])
+
+
+def _part(flat: Tensor, members: Work) -> None:
+    """Write the values of `flat` into the tensors."""
+    for (_, tensor), piece in zip(
+        members, flat.split([t.numel() for _, t in members]), strict=True
+    ):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def _alike(members: Work, layout: Layout) -> list[Work]:
+    """Those of which the same ranks have other parts, together; each tied one alone."""
+    found: dict[tuple[Any, ...], Work] = {}
+    for param, tensor in members:
+        part = layout.parts[param]
+        found.setdefault((part.held, part.name if part.tied else ""), []).append((param, tensor))
+    return list(found.values())
 
 
 def denominator(variance: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -17,7 +17,7 @@ however many tensors there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from jaxtyping import Float, UInt8
     from torch.distributed import ProcessGroup
 
+Rounds = Generator[list[Tensor], Tensor, None]
+"""An exchange that gives the tensors whose scales it needs, and is sent these: twice."""
 _BITS = (128, 64, 32, 16, 8, 4, 2, 1)
 
 
@@ -96,6 +98,10 @@ class Exchange:
         """
         if not tensors:
             return
+        average_together([self.rounds(tensors, errors)], lambda views: [_scales(views[0])])
+
+    def rounds(self, tensors: Sequence[Tensor], errors: Sequence[Errors]) -> Rounds:
+        """`average`, by somebody who says the scales: see `average_together`."""
         # 1. All tensors in one (ranks, elements): row j is what rank j averages. Last errors are
         # added.
         chunks = [e.server.numel() for e in errors]
@@ -105,7 +111,7 @@ class Exchange:
         torch._foreach_add_(views, [e.worker for e in errors])
         counts = torch.tensor(chunks, device=values.device)
         signs = pack_signs(values)
-        scales = _scales(views)
+        scales = yield views
         # 2. Signs and scales replace the values; the difference is the new worker error.
         values -= _values(signs, scales, counts)
         torch._foreach_copy_([e.worker for e in errors], views)
@@ -115,7 +121,7 @@ class Exchange:
         parts = list(averages.split(chunks))
         torch._foreach_add_(parts, [e.server for e in errors])
         signs = pack_signs(averages)
-        scales = _scales(parts)
+        scales = yield parts
         averages -= _values(signs, scales, counts)
         torch._foreach_copy_([e.server for e in errors], parts)
 
@@ -123,6 +129,7 @@ class Exchange:
         _empty(tensors, list(self._to_all(signs, scales, counts).split(chunks, dim=1)))
         sizes = sum(t.numel() * t.element_size() for t in tensors)
         self.full += 2 * sizes * (self.ranks - 1) // self.ranks
+        yield []
 
     def _to_servers(self, signs: Tensor, scales: Tensor, counts: Tensor) -> Tensor:
         """Everybody's chunk of mine, averaged.
@@ -157,6 +164,20 @@ class Exchange:
             for r in received
         ]
         return torch.stack(rows)
+
+
+def average_together(
+    exchanges: Sequence[Rounds], scales_of: Callable[[list[list[Tensor]]], Sequence[Tensor]]
+) -> None:
+    """Run `Exchange.rounds` of several groups of ranks side by side. Collective.
+
+    scales_of: called twice, before values are sent and before averages are: of the tensors of each
+        exchange, as they are now, their scales (tensors,).
+    """
+    views = [next(rounds) for rounds in exchanges]
+    for _ in range(2):
+        scales = scales_of(views)
+        views = [rounds.send(s) for rounds, s in zip(exchanges, scales, strict=True)]
 
 
 def compressed_allreduce(

@@ -1,16 +1,24 @@
 """1-bit LAMB: LAMB until `freeze_step`, then compressed momenta, and trust ratios that follow the
 variance.
+
+Trust ratios, factors and the one scale of all momenta are of full tensors and of the whole model:
+where ranks have parts, these are brought together by a `Layout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from ds_optimizer_kit import Layout
 from torch import Tensor
 
 from ds_optimizers.onebit.base import OneBit, Work, check_arguments, denominator, log
+
+Rows = list[tuple[dict[str, Any], tuple[Tensor, Tensor]]]
+"""Each parameter that a step updates, with its group and its gradient."""
 
 
 class OneBitLamb(OneBit):
@@ -66,6 +74,7 @@ class OneBitLamb(OneBit):
         # states.
         self._steps: int | None = None
         self._coeffs: dict[Tensor, float] = {}
+        self._bound = False
         keys = {"lr": lr, "betas": tuple(betas), "eps": eps, "eps_inside_sqrt": eps_inside_sqrt}
         super().__init__(
             params,
@@ -92,16 +101,27 @@ class OneBitLamb(OneBit):
             self._coeffs[p] for g in self.param_groups for p in g["params"] if p in self._coeffs
         ]
 
+    def bind_layout(self, layout: Layout) -> None:
+        """Where the tensors of this optimizer lie in full parameters; without it they are full."""
+        self.layout = layout
+        self._bound = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; the new parameters are full, until a layout is bound."""
+        super().add_param_group(param_group)
+        if not self._bound:
+            self.layout = Layout.local(p for g in self.param_groups for p in g["params"])
+
     def update(self) -> None:
         """See `OneBit.update`."""
-        warm = self.takes_averages
         rows = [(group, pair) for group, pairs in self.work() for pair in pairs]
+        warm, measured = self._phase([param for _, (param, _) in rows])
         if warm:
-            for group, (param, grad) in rows:
-                self._warm(param, grad, group)
+            rows += self._missing({param for _, (param, _) in rows})
+            self._warm(rows)
         else:
-            if rows and "scaling_coeff" not in self.state[rows[0][1][0]]:
-                self._measure([p for _, (p, _) in rows])
+            if not measured:
+                self._measure([param for _, (param, _) in rows])
             self._compressed(rows)
         self._steps = None
         if warm and not self.takes_averages:
@@ -110,7 +130,49 @@ class OneBitLamb(OneBit):
                 self.freeze_step,
             )
 
-    def _warm(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+    def _phase(self, params: list[Tensor]) -> tuple[bool, bool]:
+        """Whether this step is one of the warm-up, and whether `_measure` has been called. Collective.
+
+        A stage of a pipeline may have nothing to train, and so no states that would tell.
+        """
+        flags = {}
+        for param in params:
+            if self.layout.parts[param].counted:
+                told = [not self.takes_averages, "scaling_coeff" in self.state[param]]
+                flags[param] = torch.tensor(told, dtype=torch.float64)
+                break
+        frozen, measured = self.layout.over_model(flags, 2).tolist()
+        return not frozen, measured > 0
+
+    def _missing(self, having: set[Tensor]) -> Rows:
+        """Gradients of zero where other ranks have one of another part, such as other experts."""
+        used = self.layout.used(having) - having
+        return [
+            (group, (param, torch.zeros_like(param)))
+            for group in self.param_groups
+            for param in group["params"]
+            if param in used and param.numel()
+        ]
+
+    def _warm(self, rows: Rows) -> None:
+        updates: list[Tensor] = []
+        squares: dict[Tensor, Tensor] = {}
+        for group, (param, grad) in rows:
+            update = self._warm_update(param, grad, group)
+            squares[param] = _squares(param, update)
+            if self.layout.parts[param].cut:
+                updates.append(update)
+                continue
+            # Of a full tensor this rank knows all: its update need not wait.
+            self._warm_apply(param, update, group, squares[param].sqrt().tolist())
+            updates.append(update.new_empty(0))
+        sums = self.layout.sums(squares, length=lambda part: 2)
+        for (group, (param, _)), update in zip(rows, updates, strict=True):
+            if param in sums:
+                self._warm_apply(param, update, group, sums[param].sqrt().tolist())
+
+    def _warm_update(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Adam's update, without the trust ratio."""
         state = self.begin_state(param)
         if "lamb_coeff_freeze" not in state:
             state["lamb_coeff_freeze"] = torch.zeros((), dtype=torch.float64)
@@ -118,12 +180,19 @@ class OneBitLamb(OneBit):
         beta1, beta2 = group["betas"]
         state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        update = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
+        update: Tensor = state["exp_avg"] / denominator(state["exp_avg_sq"], group)
         if group["weight_decay"]:
             update.add_(param, alpha=group["weight_decay"])
-        # LAMB: the update is scaled to the size of the weight. Both norms in one read from the
-        # device.
-        norms = torch.stack([param.norm(), update.norm()]).double().tolist()
+        # The variance that goes on changing, by which the ratio is corrected later.
+        if int(state["step"]) == self.freeze_step:
+            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
+        return update
+
+    def _warm_apply(
+        self, param: Tensor, update: Tensor, group: Mapping[str, Any], norms: Sequence[float]
+    ) -> None:
+        """norms: of the full weight, and of the full update."""
+        # LAMB: the update is scaled to the size of the weight.
         coeff = (
             min(max(norms[0] / norms[1], group["min_coeff"]), group["max_coeff"])
             if all(norms)
@@ -131,24 +200,31 @@ class OneBitLamb(OneBit):
         )
         # A ratio of 1 means a norm of 0, or a tensor that is not adapted: not part of the mean.
         if coeff != 1.0:
-            state["lamb_coeff_freeze"].mul_(self.coeff_beta).add_((1 - self.coeff_beta) * coeff)
+            mean = self.state[param]["lamb_coeff_freeze"]
+            mean.mul_(self.coeff_beta).add_((1 - self.coeff_beta) * coeff)
         self._coeffs[param] = coeff
         param.add_(update, alpha=-group["lr"] * coeff)
-        # The variance that goes on changing, by which the ratio is corrected later.
-        if int(state["step"]) == self.freeze_step:
-            state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _measure(self, params: list[Tensor]) -> None:
         """At the end of the warm-up: a factor per tensor that makes all momenta alike in size, since
-        they will share one scale.
+        they will share one scale. Collective.
         """
-        sizes = []
+        roots = {}
+        squares = {p: _squares(self.state[p]["exp_avg"]) for p in params}
+        for param, square in {**squares, **self.layout.sums(squares)}.items():
+            elements = max(math.prod(self.layout.parts[param].shape), 1)
+            roots[param] = math.sqrt(square.item() / elements)
+        # Each parameter counts once, however many ranks have parts of it.
+        sizes = {}
         for param in params:
-            momentum = self.state[param]["exp_avg"]
-            sizes.append(float(momentum.norm()) / max(momentum.numel(), 1) ** 0.5)
-        mean = sum(sizes) / max(len(sizes), 1)
-        for param, size in zip(params, sizes, strict=True):
+            part = self.layout.parts[param]
+            share = part.mine.numel / max(math.prod(part.shape), 1)
+            sizes[param] = torch.tensor([roots[param] * share, share], dtype=torch.float64)
+        total, count = self.layout.over_model(sizes, 2).tolist()
+        mean = total / count if count else 0.0
+        for param in params:
             state = self.state[param]
+            size = roots[param]
             state["scaling_coeff"] = torch.tensor(
                 mean / size if size and mean else 1.0, dtype=torch.float64
             )
@@ -157,7 +233,7 @@ class OneBitLamb(OneBit):
             if "exp_avg_sq_fresh" not in state:
                 state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
-    def _compressed(self, rows: list[tuple[dict[str, Any], tuple[Tensor, Tensor]]]) -> None:
+    def _compressed(self, rows: Rows) -> None:
         # 1. Momenta of this rank's gradients, scaled to one size; 2. their compressed average.
         before: list[Tensor] = []
         momenta: Work = []
@@ -170,14 +246,32 @@ class OneBitLamb(OneBit):
                 state["scaling_coeff"].item()
             )
             momenta.append((param, state["exp_avg"]))
-        self.compress_fused(momenta)
+        self.compress_fused(momenta, self.layout)
         for param, momentum in momenta:
             momentum.div_(self.state[param]["scaling_coeff"].item())
         self.mask(momenta)
+        # 3. The update, whose size depends on all of a tensor.
+        updates: dict[Tensor, Tensor] = {}
+        squares: dict[Tensor, Tensor] = {}
+        ratios: dict[Tensor, Tensor] = {}
         for (group, (param, _)), last in zip(rows, before, strict=True):
-            self._apply(param, last, group)
+            update, squares[param], ratios[param] = self._frozen_update(param, last, group)
+            if self.layout.parts[param].cut:
+                updates[param] = update
+            else:
+                self._frozen_apply(param, update, group, squares[param], ratios[param])
+        sums = self.layout.sums(squares, length=lambda part: 2)
+        largest = self.layout.maxima(ratios)
+        for group, (param, _) in rows:
+            if param in updates:
+                self._frozen_apply(param, updates[param], group, sums[param], largest[param])
 
-    def _apply(self, param: Tensor, last: Tensor, group: Mapping[str, Any]) -> None:
+    def _frozen_update(
+        self, param: Tensor, last: Tensor, group: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The update without its factor; the squared norms of it without weight decay and with; and
+        by how much the variance has shrunk at most. Of this rank's part.
+        """
         state = self.state[param]
         beta1, beta2 = group["betas"]
         # The average gradient, from the change of the averaged momentum: m' = β1 m + (1 - β1) g.
@@ -185,16 +279,31 @@ class OneBitLamb(OneBit):
         state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(seen, seen, value=1 - beta2)
         divisor = denominator(state["exp_avg_sq"], group)
         update = state["exp_avg"] / divisor
+        ratios = divisor / denominator(state["exp_avg_sq_fresh"], group)
+        largest = ratios.max() if ratios.numel() else ratios.new_tensor(-math.inf)
+        plain = _squares(update)
+        if group["weight_decay"]:
+            update.add_(param, alpha=group["weight_decay"])
+        return update, torch.cat([plain, _squares(update)]), largest.double().reshape(1)
+
+    def _frozen_apply(
+        self,
+        param: Tensor,
+        update: Tensor,
+        group: Mapping[str, Any],
+        squares: Tensor,
+        largest: Tensor,
+    ) -> None:
+        """squares, largest: as `_frozen_update` has them, of the full tensor."""
+        state = self.state[param]
         # Where the variance has shrunk since, LAMB would step further: the largest ratio is the
         # factor.
-        ratios = divisor / denominator(state["exp_avg_sq_fresh"], group)
-        factor = float(ratios.max()) if ratios.numel() else 1.0
+        factor = largest.item()
+        factor = factor if math.isfinite(factor) else 1.0
         if group["weight_decay"]:
             # Weight decay is no part of the adapted update: the factor counts by the share of the
             # rest.
-            plain = float(update.norm())
-            update.add_(param, alpha=group["weight_decay"])
-            whole = float(update.norm())
+            plain, whole = squares.sqrt().tolist()
             share = min(1.0, plain / whole) if whole else 1.0
             factor = factor * share + 1.0 - share
         factor = min(max(factor, self.factor_min), self.factor_max)
@@ -209,3 +318,9 @@ class OneBitLamb(OneBit):
         coeff = (state["lamb_coeff_freeze"].item() or 1.0) * factor
         self._coeffs[param] = coeff
         param.add_(update, alpha=-group["lr"] * coeff)
+
+
+def _squares(*tensors: Tensor) -> Tensor:
+    """The sum of squares of each, in fp64."""
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
+    return torch.stack(norms).square()
