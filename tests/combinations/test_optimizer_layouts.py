@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
     "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
+    "SOAP": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 1},
 }
 TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
 MICROS = 2
@@ -54,6 +55,7 @@ def config(kind: str, stage: int, offload: bool, clip: float, **more: Any) -> di
 
 def optimizer_of(kind: str, model: Any) -> Any:
     import ds_optimizers
+    from ds_optimizer_kit.matrix_optimizer import split
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
@@ -61,7 +63,7 @@ def optimizer_of(kind: str, model: Any) -> Any:
     groups: Any = [{"params": list(names)}]
     params = KINDS[kind]
     kind = TYPES.get(kind, kind)
-    splits = {"Muon": split_groups, "AdamMini": split_stacks}
+    splits = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split}
     groups = splits[kind](groups, names, **params) if kind in splits else groups
     return getattr(ds_optimizers, kind)(groups, **params)
 
@@ -153,6 +155,7 @@ SAMPLE = [
     ("dp", "NorMuon", 2, 1, True, 0.3),
     ("tp", "AdaMuon", 4, 2, False, 0.0),
     ("tp", "ScheduleFreeAdamW", 4, 2, True, 0.3),
+    ("tp", "SOAP", 4, 3, True, 0.3),
 ]
 
 
@@ -174,7 +177,16 @@ def test_every_layout_trains_as_one_process(
 # In fp32, twice what one process itself is off from fp64 in these steps, where that is more than
 # 1e-6: Newton-Schulz enlarges small singular values (3.4 times in each of its iterations), and with
 # them the rounding of gradients; Adam's first steps, small gradients.
-FP32 = {"Muon": 2e-5, "NorMuon": 1.5e-5, "AdaMuon": 4e-6, "ScheduleFreeAdamW": 7e-6}
+# SOAP divides by roots of second moments also where gradients have been next to nothing: in the
+# directions that they have not had (more where an expert gets few tokens).
+FP32 = {
+    "Muon": 2e-5,
+    "NorMuon": 1.5e-5,
+    "AdaMuon": 4e-6,
+    "ScheduleFreeAdamW": 7e-6,
+    "SOAP": 4e-3,
+    "SOAP ep": 5e-2,
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -190,7 +202,8 @@ FP32 = {"Muon": 2e-5, "NorMuon": 1.5e-5, "AdaMuon": 4e-6, "ScheduleFreeAdamW": 7
 def test_fp32_is_one_process_too(kind: str, layout: str, stage: int) -> None:
     for rank in run_ranks(2, trained, layout, kind, stage, False, 0.3, "float32"):
         worst = max(rank, key=rank.__getitem__)
-        assert rank[worst] <= FP32.get(kind, 1e-6), (worst, rank[worst])
+        allowed = FP32.get(f"{kind} {layout}", FP32.get(kind, 1e-6))
+        assert rank[worst] <= allowed, (worst, rank[worst])
 
 
 TOTAL = 4
@@ -236,12 +249,19 @@ ROUTES = [
     ("NorMuon", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
     ("AdaMuon", ("tp", 1, 4, 2), ("dp", 2, 2, 2)),
     ("NorMuon", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
+    ("SOAP", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
+    ("SOAP", ("dp", 0, 2, 2), ("tp", 3, 2, 1)),
+    ("SOAP", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
 ]
+FAST_ROUTES = (ROUTES[0], ROUTES[-2])
 
 
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
-    [ROUTES[0], *(pytest.param(*route, marks=pytest.mark.slow) for route in ROUTES[1:])],
+    [
+        *FAST_ROUTES,
+        *(pytest.param(*r, marks=pytest.mark.slow) for r in ROUTES if r not in FAST_ROUTES),
+    ],
 )
 def test_states_go_through_checkpoints_to_another_layout(
     kind: str, first: Any, then: Any, tmp_path: Path

@@ -42,7 +42,7 @@ def make(params: Any, lr: float = 0.01, momentum: float = 0.9) -> Any:
             buffer = state.setdefault("momentum_buffer", torch.zeros_like(grad))
             return buffer.mul_(momentum).add_(grad)
 
-        def update(self, stack: Any, group: Any) -> Any:
+        def update(self, stack: Any, group: Any, states: Any, step: int) -> Any:
             u, _, vh = torch.linalg.svd(stack, full_matrices=False)
             return u @ vh
 

@@ -34,14 +34,20 @@ class Unit:
 
     tensor: Tensor
     """The optimizer's, of which this rank has a part."""
-    name: str
+    part: ParamPart
+    """Of the full parameter."""
+    number: int
+    """Which of the stacked matrices it is; 0 where none are stacked."""
     shape: tuple[int, ...]
     ranks: tuple[Held, ...]
     """What each rank of the lane's group has of it."""
     at: int
     """Where this rank's elements of it begin in the flattened `tensor`."""
-    tied: bool
-    """See `ParamPart.tied`."""
+
+    @property
+    def name(self) -> str:
+        """The parameter's."""
+        return self.part.name
 
     @property
     def rows_columns(self) -> tuple[int, int]:
@@ -68,7 +74,7 @@ def group_alike(
     """
     found: dict[Hashable, list[tuple[Unit, Tensor]]] = {}
     for unit, matrix in matrices:
-        found.setdefault((key(unit), unit if unit.tied else None), []).append((unit, matrix))
+        found.setdefault((key(unit), unit if unit.part.tied else None), []).append((unit, matrix))
     return list(found.values())
 
 
@@ -95,6 +101,10 @@ class MatrixExchange:
         self._lanes = [
             _LaneExchange(lane, _lane_units(lane, tensors), cost) for lane in layout.lanes
         ]
+
+    def owned(self) -> Iterator[Unit]:
+        """The matrices that this rank transforms whenever they are exchanged."""
+        return (unit for lane in self._lanes for unit in lane.owned())
 
     def start(self, values: Mapping[Tensor, Tensor], used: Collection[Tensor]) -> None:
         """Send `values` to the owners; others may be worked on until `finish`. Collective.
@@ -140,13 +150,13 @@ def _lane_units(lane: Lane, tensors: Mapping[Tensor, int]) -> list[Unit]:
 def _units(tensor: Tensor, part: ParamPart, stacked: int) -> Iterator[Unit]:
     """The matrices in a parameter whose first `stacked` dimensions number them."""
     if not stacked:
-        yield Unit(tensor, part.name, part.shape, part.ranks, 0, part.tied)
+        yield Unit(tensor, part, 0, part.shape, part.ranks, 0)
         return
-    for number in itertools.product(*map(range, part.shape[:stacked])):
-        found = [_of_stack(held, number) for held in part.ranks]
+    for number, index in enumerate(itertools.product(*map(range, part.shape[:stacked]))):
+        found = [_of_stack(held, index) for held in part.ranks]
         ranks = tuple(held for held, _ in found)
         at = found[part.index][1]
-        yield Unit(tensor, part.name, part.shape[stacked:], ranks, at, part.tied)
+        yield Unit(tensor, part, number, part.shape[stacked:], ranks, at)
 
 
 def _of_stack(held: Held, number: Sequence[int]) -> tuple[Held, int]:
@@ -202,6 +212,10 @@ class _LaneExchange:
         self._work: Work | None = None
         # What the owner has itself.
         self._values: Mapping[Tensor, Tensor] = {}
+
+    def owned(self) -> Iterator[Unit]:
+        """See `MatrixExchange.owned`."""
+        return (unit for unit, owner in self.owners.items() if owner == self._rank)
 
     def start(self, values: Mapping[Tensor, Tensor], used: Collection[Tensor]) -> None:
         """See `MatrixExchange.start`."""

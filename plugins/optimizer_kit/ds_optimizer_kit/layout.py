@@ -75,6 +75,8 @@ class ParamPart:
     """Mesh axes along which ranks have other parameters, or other parts of it (tp, ep, pp)."""
     counted: bool = True
     """Whether sums over the model take this copy of a tied one."""
+    copies: tuple[str, ...] = ()
+    """Axes along which other lanes have this very parameter."""
 
     @property
     def mine(self) -> Held:
@@ -288,6 +290,8 @@ def layout_of(ctx: Context) -> Layout:
             tensor, held, _ = found[name]
             ranks = tuple(_held(row[place], held.slice) for row in everyone)
             info = infos[name]
+            distinct = mesh.expand((*info.held, *axes))
+            copies = tuple(axis for axis in mesh.expand(mesh.names) if axis not in distinct)
             part = ParamPart(
                 name,
                 held.slice.shape,
@@ -296,6 +300,7 @@ def layout_of(ctx: Context) -> Layout:
                 name in tied,
                 mesh.expand(info.held),
                 info.counted,
+                copies,
             )
             _check_whole(part)
             lane.parts[tensor] = part

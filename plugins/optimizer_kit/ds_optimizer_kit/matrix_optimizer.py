@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_core.errors import UsageError
 from ds_optimizer_kit.exchange import MatrixExchange, Unit, group_alike, product_cost
 from ds_optimizer_kit.layout import Layout
+from ds_optimizer_kit.owned import OwnedStates
 
 if TYPE_CHECKING:
+    from ds_run_state.states import StateSource, StateTensor
     from jaxtyping import Float
 
     from ds_core.partition import StepInputs
@@ -31,7 +34,8 @@ class MatrixOptimizer(Optimizer):
 
     A group of matrices has ``matrices`` true (`split` makes it so by shape and name). States of a
     matrix's own shape are made by `prepare`, which works element by element on what this rank has;
-    what it returns is brought to one rank per matrix, whole, and stacked by shape.
+    what it returns is brought to one rank per matrix, whole, and stacked by shape. States of any
+    other shape are made by `update`, and stay with that rank.
     """
 
     takes_inputs = True
@@ -49,7 +53,7 @@ class MatrixOptimizer(Optimizer):
             },
         )
         self._layout: Layout | None = None
-        self._exchange: tuple[list[int], MatrixExchange] | None = None
+        self._exchange: tuple[list[int], MatrixExchange, OwnedStates] | None = None
 
     # -- what a subclass writes --------------------------------------------------------------------
 
@@ -62,13 +66,33 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def update(
-        self, stack: Float[Tensor, "n rows columns"], group: Group
+        self,
+        stack: Float[Tensor, "n rows columns"],
+        group: Group,
+        states: dict[str, Tensor],
+        step: int,
     ) -> Float[Tensor, "n rows columns"]:
-        """What to subtract of the matrices, times the learning rate, from what `prepare` gave."""
+        """What to subtract of the matrices, times the learning rate, from what `prepare` gave.
+
+        states: of these matrices, by any key but "step", [n, ...] each: what is put in is there
+            again in the next update, also after a checkpoint in another layout. Empty in the first
+            one.
+        step: the number of this update of these matrices, from 1.
+        """
 
     def cost(self, rows: int, columns: int) -> float:
         """What `update` takes for one matrix, in any unit: by this, matrices are shared out."""
         return product_cost(rows, columns)
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def owned_states(self) -> Iterable[StateTensor]:
+        """The states that `update` has made here; see `ds_run_state.states.HasOwnedStates`."""
+        return self._matrices(self._groups())[1].pieces()
+
+    def load_owned_states(self, source: StateSource) -> None:
+        """Take those of the matrices that are transformed here."""
+        self._matrices(self._groups())[1].load(source)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -87,7 +111,7 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         given = self._gradients(inputs)
         copies = self._copies(inputs)
-        matrices = {p: g for g in self.param_groups if g["matrices"] for p in g["params"]}
+        matrices = self._groups()
         having = [p for p in matrices if p in given]
         used = set(having) if self._layout is None else self._layout.used(having)
         # 1. What this rank has of each matrix. Where others have a gradient, none here is zero.
@@ -98,7 +122,7 @@ class MatrixOptimizer(Optimizer):
             for p, g in matrices.items()
             if p in used and p.numel()
         }
-        exchange = self._matrices(matrices)
+        exchange, owned = self._matrices(matrices)
         exchange.start(values, used)
         # 2. While matrices are on their way: everything else.
         for group in self.param_groups:
@@ -108,8 +132,8 @@ class MatrixOptimizer(Optimizer):
                         adamw(param, given[param], self.state[param], group)
         # 3. The matrices that this rank is to transform, and back.
         results: dict[Unit, Tensor] = {}
-        for owned in exchange.finish():
-            results.update(self._transform(owned, matrices))
+        for whole in exchange.finish():
+            results.update(self._transform(whole, matrices, owned))
         for param, change in exchange.give_back(results).items():
             group = matrices[param]
             param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -140,26 +164,53 @@ class MatrixOptimizer(Optimizer):
         pairs = zip(params, inputs.copies, strict=True)
         return {p: copy for p, copy in pairs if copy is not None}
 
-    def _matrices(self, matrices: Mapping[Tensor, Group]) -> MatrixExchange:
-        ids = list(map(id, matrices))
+    def _groups(self) -> dict[Tensor, Group]:
+        """The group of each tensor of matrices."""
+        return {p: g for g in self.param_groups if g["matrices"] for p in g["params"]}
+
+    def _matrices(self, groups: Mapping[Tensor, Group]) -> tuple[MatrixExchange, OwnedStates]:
+        ids = list(map(id, groups))
         if self._exchange is None or self._exchange[0] != ids:
-            layout = Layout.local(matrices) if self._layout is None else self._layout
-            stacked = {p: g["stacked"] for p, g in matrices.items()}
-            self._exchange = (ids, MatrixExchange(layout, stacked, self.cost))
-        return self._exchange[1]
+            layout = Layout.local(groups) if self._layout is None else self._layout
+            for param, group in groups.items():
+                _check_matrices(layout.parts[param].shape, group["stacked"])
+            stacked = {p: g["stacked"] for p, g in groups.items()}
+            exchange = MatrixExchange(layout, stacked, self.cost)
+            params = [p for g in self.param_groups for p in g["params"]]
+            places = {param: place for place, param in enumerate(params)}
+            self._exchange = (ids, exchange, OwnedStates(self, exchange.owned(), places))
+        return self._exchange[1:]
 
     def _transform(
-        self, owned: Iterable[tuple[Unit, Tensor]], groups: Mapping[Tensor, Group]
+        self,
+        whole: Iterable[tuple[Unit, Tensor]],
+        groups: Mapping[Tensor, Group],
+        owned: OwnedStates,
     ) -> dict[Unit, Tensor]:
-        """`update` of the matrices of each group and shape at once."""
+        """`update` of the matrices of each group, shape and number of updates at once."""
+
+        def key(unit: Unit) -> tuple[int, tuple[int, int], int]:
+            return id(groups[unit.tensor]), unit.rows_columns, owned.step(unit)
+
         found: dict[Unit, Tensor] = {}
-        for members in group_alike(owned, lambda u: (id(groups[u.tensor]), u.rows_columns)):
-            group = groups[members[0][0].tensor]
+        for members in group_alike(whole, key):
+            units = [unit for unit, _ in members]
+            group = groups[units[0].tensor]
             stack = torch.stack([matrix.reshape(unit.rows_columns) for unit, matrix in members])
-            changes = self.update(stack, group)
+            states = owned.stacked(units, stack)
+            changes = self.update(stack, group, states, owned.step(units[0]))
+            owned.keep(units, states)
             for (unit, _), change in zip(members, changes, strict=True):
                 found[unit] = change.reshape(unit.shape)
         return found
+
+
+def _check_matrices(shape: Sequence[int], stacked: int) -> None:
+    if len(shape) - stacked < 2:
+        raise UsageError(
+            f"a parameter of shape {tuple(shape)} is in a group of matrices; give groups with "
+            "matrices true and false (ds_optimizer_kit.matrix_optimizer.split makes them)"
+        )
 
 
 def adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: Group) -> None:

@@ -12,6 +12,7 @@ from ds_optimizers.lion import CPULion as CPULion
 from ds_optimizers.lion import DeepSpeedCPULion as DeepSpeedCPULion
 from ds_optimizers.lion import FusedLion as FusedLion
 from ds_optimizers.lion import Lion as Lion
+from ds_optimizers.matrices.soap import SOAP as SOAP
 from ds_optimizers.moments.adam_mini import AdamMini as AdamMini
 from ds_optimizers.moments.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from ds_optimizers.moments.schedule_free import averaged as averaged

@@ -162,6 +162,17 @@ class MuonParams(_OptimizerParams):
     beta2: float = option(0.95, "Decay rate of the variants' second moment.", ge=0, lt=1)
 
 
+class SOAPParams(_Moments):
+    """``optimizer.params`` of SOAP."""
+
+    lr: float = option(3e-3, "Learning rate.", ge=0)
+    betas: Betas = option(
+        (0.95, 0.95), "Decay rates of the moments; the second one's is the factors' too."
+    )
+    precondition_frequency: int = option(10, "Steps between two updates of the bases.", gt=0)
+    max_precond_dim: int = option(10_000, "Sides of matrices that are longer are not turned.", gt=0)
+
+
 class MuAdamParams(_Moments):
     """``optimizer.params`` of MuAdam and MuAdamW; lr and weight_decay are those of the base
     model."""

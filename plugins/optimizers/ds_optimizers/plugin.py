@@ -22,6 +22,16 @@ def _entry(load: str, params: str, **declared: object) -> OptimizerEntry:
     return OptimizerEntry(f"ds_optimizers.{load}", where, **declared)  # type: ignore[arg-type]
 
 
+def _matrices(load: str, params: str) -> OptimizerEntry:
+    return _entry(
+        f"matrices.{load}",
+        params,
+        grain="matrix",
+        groups="ds_optimizer_kit.matrix_optimizer:split",
+        collects=True,
+    )
+
+
 SELF_REDUCED = "ds_optimizers.onebit.partitioner:OptimizerReduced"
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
@@ -57,6 +67,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         groups="ds_optimizers.muon:split_groups",
         collects=True,
     ),
+    "SOAP": _matrices("soap:SOAP", "SOAP"),
     "SGD": _entry("sgd:SGD", "SGD"),
     "MuAdam": _entry("mup:MuAdam", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
     "MuAdamW": _entry("mup:MuAdamW", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),

@@ -18,7 +18,7 @@ from ds_core import comm
 from ds_core.errors import CheckpointError
 from ds_run_state import rng
 from ds_run_state.slices import SLICES, shares, unslice
-from ds_run_state.states import states_of
+from ds_run_state.states import HasOwnedStates, states_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -122,7 +122,9 @@ class RunState:
         """All pieces that this rank holds, of the weights and buffers and of the states of
         `optimizer`.
         """
-        return unslice(self._owner.states(optimizer), self.ctx.stash.get(SLICES), self.ctx.mesh)
+        found = unslice(self._owner.states(optimizer), self.ctx.stash.get(SLICES), self.ctx.mesh)
+        owned = optimizer.owned_states() if isinstance(optimizer, HasOwnedStates) else ()
+        return itertools.chain(found, owned)
 
     def frozen_states(self) -> list[str]:
         """The names that ``exclude_frozen_parameters`` leaves out."""
@@ -265,6 +267,8 @@ class RunState:
             return
         if optimizer is not None:
             _set_optimizer_values(optimizer, saved.local["optimizer"])
+            if isinstance(optimizer, HasOwnedStates):
+                optimizer.load_owned_states(saved.states)
             if isinstance(optimizer, HasRankState):
                 self._load_rank_state(optimizer, saved)
         self._load_common(

@@ -96,6 +96,21 @@ class HasStates(Protocol):
         """
 
 
+@runtime_checkable
+class HasOwnedStates(Protocol):
+    """An optimizer with states that are no parameter's, each on one of the ranks that share it: a
+    preconditioner of a whole matrix.
+
+    Their names begin with a word of its own, such as "matrix/", so that partitioners let them be.
+    """
+
+    def owned_states(self) -> Iterable[StateTensor]:
+        """Those on this rank."""
+
+    def load_owned_states(self, source: StateSource) -> None:
+        """Read those that are this rank's in the layout of now. Not collective."""
+
+
 def states_of(partitioner: Partitioner) -> HasStates:
     """What gives and takes the states of `partitioner`.
 

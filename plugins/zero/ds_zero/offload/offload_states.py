@@ -128,9 +128,10 @@ def _tensors(
     """
     if kind is OffloadStateTypeEnum.optim_states:
         by_param = optimizer.state if optimizer is not None else {}
-        states = (
-            by_param.get(p.master, {}) for b in partitioner.buckets for p in b.masters.movable
-        )
+        movable = (p.master for b in partitioner.buckets for p in b.masters.movable)
+        # And those of no parameter, such as preconditioners of whole matrices.
+        others = (key for key in by_param if not isinstance(key, Tensor))
+        states = (by_param.get(key, {}) for key in (*movable, *others))
         found: Iterable[Tensor | None] = (
             v for s in states for v in s.values() if isinstance(v, Tensor)
         )

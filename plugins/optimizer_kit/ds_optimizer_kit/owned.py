@@ -1,0 +1,111 @@
+"""States of whole matrices: each is with the rank that transforms its matrix.
+
+They are in the optimizer's ``state`` under keys that are no parameters, as torch allows: so
+``state_dict`` has them, and partitioners, which cut what belongs to parameters, leave them alone.
+Checkpoints have them as "matrix/<key>/<parameter>", one state for all matrices that are stacked in
+a parameter, each matrix a range of it. A run in another layout reads those of its own matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ds_run_state.states import StateTensor
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ds_run_state.states import StateSource
+    from torch.optim import Optimizer
+
+    from ds_optimizer_kit.exchange import Unit
+
+_KIND = "matrix"
+
+
+class OwnedStates:
+    """Those of one optimizer.
+
+    units: the matrices that this rank transforms.
+    places: of the optimizer's tensors among all, the same on all ranks that own matrices of them.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, units: Iterable[Unit], places: Mapping[Tensor, int]
+    ) -> None:
+        self._optimizer = optimizer
+        self._keys: dict[Unit, Any] = {
+            unit: f"{_KIND} {places[unit.tensor]}.{unit.number}" for unit in units
+        }
+        # An optimizer that has trained by itself brings the states of all matrices.
+        mine = set(self._keys.values())
+        for key in [k for k in optimizer.state if str(k).startswith(_KIND) and k not in mine]:
+            del optimizer.state[key]
+
+    def step(self, unit: Unit) -> int:
+        """The number of the matrix's next update, from 1."""
+        return int(self._of(unit).get("step", 0)) + 1
+
+    def stacked(self, units: Sequence[Unit], like: Tensor) -> dict[str, Tensor]:
+        """The states of these matrices, [n, ...] each, on the device and in the dtype of `like`."""
+        rows = [self._of(unit) for unit in units]
+        return {
+            key: torch.stack([row[key] for row in rows]).to(like)
+            for key in rows[0]
+            if key != "step"
+        }
+
+    def keep(self, units: Sequence[Unit], states: Mapping[str, Tensor]) -> None:
+        """Make `states` those of these matrices, after one more update."""
+        for index, unit in enumerate(units):
+            step = torch.tensor(float(self.step(unit)))
+            # With an optimizer on the host they rest there, as Adam's do.
+            values = {k: v[index].to(unit.tensor.device) for k, v in states.items()}
+            self._optimizer.state[self._keys[unit]] = {"step": step, **values}
+
+    def pieces(self) -> Iterator[StateTensor]:
+        """For checkpoints."""
+        for unit in self._keys:
+            part = unit.part
+            # Along the axes of a slice ranks have parts of one matrix, and one owner of it.
+            held = tuple(axis for axis in part.held if axis not in part.mine.slice.axes)
+            for key, value in self._of(unit).items():
+                start = unit.number * value.numel()
+                yield StateTensor(
+                    f"{_KIND}/{key}/{part.name}",
+                    value,
+                    (*_stack(unit), *value.shape),
+                    start,
+                    start + value.numel(),
+                    held,
+                    part.counted,
+                    part.copies,
+                )
+
+    def load(self, source: StateSource) -> None:
+        """Read those of this rank's matrices; where there are none, they begin anew."""
+        saved: dict[str, dict[str, str]] = {}
+        for name in source.names():
+            kind, _, rest = name.partition("/")
+            if kind == _KIND:
+                key, _, param = rest.partition("/")
+                saved.setdefault(param, {})[key] = name
+        for unit, place in self._keys.items():
+            self._optimizer.state.pop(place, None)
+            for key, name in saved.get(unit.name, {}).items():
+                shape = source.shape(name)[len(_stack(unit)) :]
+                size = math.prod(shape)
+                value = source.read(name, unit.number * size, (unit.number + 1) * size).view(shape)
+                device = "cpu" if key == "step" else unit.tensor.device
+                self._optimizer.state[place][key] = value.to(device)
+
+    def _of(self, unit: Unit) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._optimizer.state.get(self._keys[unit], {})
+        return found
+
+
+def _stack(unit: Unit) -> tuple[int, ...]:
+    """The dimensions of the parameter that number matrices."""
+    return unit.part.shape[: len(unit.part.shape) - len(unit.shape)]
