@@ -47,7 +47,7 @@ LAYOUTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def start(layout: str) -> Any:
+def engine_of(layout: str) -> Any:
     import ds_core
 
     make, _, more = LAYOUTS[layout]
@@ -77,7 +77,7 @@ def trained(layout: str) -> dict[str, Any]:
     """The weights of this rank, where they lie in the full ones, and what it tells of the layout."""
     from one_bit_lamb import told
 
-    engine = start(layout)
+    engine = engine_of(layout)
     rank = told(engine)
     go(engine, layout, range(STEPS))
     weights = {n: p.detach().reshape(-1).clone() for n, p in engine.module.named_parameters()}

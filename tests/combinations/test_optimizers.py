@@ -18,9 +18,14 @@ from torch.optim import AdamW
 
 KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.01, "weight_decay": 0.1},
+    "NorMuon": {"lr": 0.01, "weight_decay": 0.1, "variant": "normuon"},
+    "AdaMuon": {"lr": 0.01, "weight_decay": 0.1, "variant": "adamuon"},
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
     "Lion": {"lr": 0.001, "weight_decay": 0.1},
+    "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
+    "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
 }
+TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
 MICROS = 2
 
 
@@ -32,7 +37,7 @@ def config(kind: str, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": m.MICRO,
         "gradient_accumulation_steps": MICROS,
-        "optimizer": {"type": kind, "params": KINDS.get(kind, {"lr": 0.01})},
+        "optimizer": {"type": TYPES.get(kind, kind), "params": KINDS.get(kind, {"lr": 0.01})},
         **more,
     }
 
@@ -102,6 +107,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     """How far three steps in two stages are from one process."""
     import ds_optimizers
     import torch
+    from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
     from ds_testing.truth import relative
 
@@ -114,8 +120,10 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     truth = m.undivided().double()
     names = {p: n for n, p in truth.named_parameters()}
     params: Any = [{"params": list(names)}]
-    params = split_groups(params, names, **KINDS[kind]) if kind == "Muon" else params
-    optimizer = getattr(ds_optimizers, kind)(params, **KINDS[kind])
+    cls = TYPES.get(kind, kind)
+    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks}
+    params = splits[cls](params, names, **KINDS[kind]) if cls in splits else params
+    optimizer = getattr(ds_optimizers, cls)(params, **KINDS[kind])
     for step in range(3):
         engine.train_batch(iter([m.pipe_batch(step, micro, index) for micro in range(MICROS)]))
         optimizer.zero_grad()

@@ -305,13 +305,20 @@ def layout_of(ctx: Context) -> Layout:
             _check_whole(part)
             lane.parts[tensor] = part
         lanes.append(lane)
-    # 3. Along which axes ranks have other parameters: all ranks of the world agree on these.
+    return Layout(lanes, _others(ctx, lanes))
+
+
+def _others(
+    ctx: Context, lanes: Iterable[Lane]
+) -> dict[tuple[str, ...], tuple[ProcessGroup, torch.device]]:
+    """The groups along the axes on which ranks have other parameters. All ranks agree on these."""
+    lanes = list(lanes)
     along = {part.held for lane in lanes for part in lane.parts.values()}
     if ctx.world_size > 1:
         everyone = comm.all_gather_json(sorted(along))
         along = {tuple(axes) for rows in everyone for axes in rows}
     device = next((lane.device for lane in lanes), ctx.accelerator.current_device())
-    return Layout(lanes, {axes: (mesh.group(*axes), device) for axes in sorted(along)})
+    return {axes: (ctx.mesh.group(*axes), device) for axes in sorted(along)}
 
 
 def _held(row: Any, like: Slice) -> Held:

@@ -25,6 +25,8 @@ class Grown:
 class TestOptimizers(OptimizerConformance):
     plugin = "ds_optimizers.plugin"
     params = {name: {"lr": 0.01} for name in OPTIMIZERS}
+    # The others are in tests/combinations/test_optimizer_layouts.py, with real axes.
+    over_ranks = ("AdamW", "Lamb")
 
     def prepare(self, name: str, params: Iterable[Tensor]) -> None:
         if name.startswith("Mu") and name != "Muon":

@@ -4,6 +4,7 @@ pass what is right.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,7 +125,13 @@ OPTIMIZERS = {
 
 
 def run_kit(kit: Any, only: str = "", *arguments: Any) -> None:
-    tests = [name for name in dir(kit) if name.startswith("test_") and only in name]
+    tests = [
+        name
+        for name in dir(kit)
+        if name.startswith("test_") and only in name
+        # Over ranks: see test_layouts_kit.py.
+        if len(inspect.signature(getattr(kit, name)).parameters) == len(arguments)
+    ]
     assert tests, only
     for name in tests:
         getattr(kit, name)(*arguments)

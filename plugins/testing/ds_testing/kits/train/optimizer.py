@@ -1,23 +1,28 @@
 """The conformance kit for optimizers that a plugin offers by `ds_optimizers`.
 
 It checks what the core and partitioners rely on: missing gradients, the declared grain, the
-learning rate of the group, states in ``state_dict``, `StepInputs`, and training by the engine as by
-a plain loop.
+learning rate of the group, states in ``state_dict``, `StepInputs`, training by the engine as by a
+plain loop, and training under every layout as in one process.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.partition import StepInputs
+from ds_testing.kits.layouts import runs
 from ds_testing.one_process import one_process_engine
+from ds_testing.pool import reference, run_ranks
+from ds_testing.truth import relative
 
 ROWS = 6
 COLUMNS = 4
@@ -34,6 +39,8 @@ class OptimizerConformance:
     """By name, the ``optimizer.params`` to test with; add what an optimizer cannot do without."""
     load: ClassVar[tuple[str, ...]] = ()
     """Modules for ``plugins.load``, where the plugin is not installed."""
+    over_ranks: ClassVar[tuple[str, ...] | None] = None
+    """Those to train under every layout; by default all of `names`."""
 
     def entries(self) -> dict[str, OptimizerEntry]:
         """The entries to test, by name."""
@@ -46,18 +53,21 @@ class OptimizerConformance:
         """Mark parameters, where the optimizer `name` reads more of them than values and
         gradients."""
 
-    def make(self, name: str, params: Iterable[Tensor]) -> Optimizer:
-        """The optimizer `name` of one group of `params`, as the core makes it."""
+    def make(self, name: str, params: Iterable[Tensor] | Mapping[str, Tensor]) -> Optimizer:
+        """The optimizer `name` of one group of `params`, as the core makes it.
+
+        params: with their names, or without.
+        """
+        if not isinstance(params, Mapping):
+            params = {f"weight{i}": p for i, p in enumerate(params)}
         entry = self.entries()[name]
         given = dict(self.params.get(name, {}))
         if entry.params is not None:
             given = resolve(entry.params).model_validate(given).model_dump()
-        groups: Any = [{"params": list(params)}]
+        groups: Any = [{"params": list(params.values())}]
         self.prepare(name, groups[0]["params"])
         if entry.groups is not None:
-            groups = resolve(entry.groups)(
-                groups, {p: f"weight{i}" for i, p in enumerate(groups[0]["params"])}, **given
-            )
+            groups = resolve(entry.groups)(groups, {p: n for n, p in params.items()}, **given)
         made = resolve(entry.load)(groups, **given)
         assert isinstance(made, Optimizer), (
             f"{name}: {entry.load} gave a {type(made).__name__}, not an Optimizer"
@@ -226,6 +236,105 @@ class OptimizerConformance:
                     engine.step()
                     optimizer.step()
                     optimizer.zero_grad()
+
+    # -- over ranks --------------------------------------------------------------------------------
+
+    def _wanted(self) -> dict[str, OptimizerEntry]:
+        """Those to run under layouts: what reduces gradients by itself promises no equality."""
+        return {
+            name: entry
+            for name, entry in self.entries().items()
+            if entry.partitioner is None and (self.over_ranks is None or name in self.over_ranks)
+        }
+
+    def _over(self, world: int, function: Any, *arguments: Any) -> list[Any]:
+        wanted = [(name, dict(self.params.get(name, {}))) for name in self._wanted()]
+        if not wanted:
+            pytest.skip("no optimizer of these is to be run over ranks")
+        return run_ranks(world, function, reference(type(self)), wanted, *arguments)
+
+    @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+    def test_every_layout_trains_as_one_process(self, world: int, dtype: str) -> None:
+        """ZeRO, offload, and parameters that are cut along tp, ep and pp: the weights of one
+        process.
+
+        One that neither declares the grain of elements nor collects is refused where ranks have
+        parts of what it needs whole.
+        """
+        layouts = [n for n, x in runs.LAYOUTS.items() if x.world == world and runs.installed(x)]
+        found = self._over(world, runs.train_all, layouts, dtype, list(self.load), STEPS)
+        for place, name in enumerate(self._wanted()):
+            truth, allowed = self._truth(name, dtype, STEPS)
+            for number, layout in enumerate(layouts):
+                answers = [rank[place][number] for rank in found]
+                self._check(f"{name} under {layout!r}, {dtype}", answers, truth, allowed, layout)
+
+    @pytest.mark.parametrize(
+        "route",
+        [
+            pytest.param(route, marks=() if place == 0 else pytest.mark.slow, id=" to ".join(route))
+            for place, route in enumerate(runs.ROUTES)
+        ],
+    )
+    def test_a_checkpoint_is_resumed_in_another_layout(
+        self, route: tuple[str, str], tmp_path: Path
+    ) -> None:
+        """Two steps, and two more in another layout, are four of one process."""
+        first, then = (runs.LAYOUTS[layout] for layout in route)
+        if not (runs.installed(first) and runs.installed(then)):
+            pytest.skip("ds-zero is not installed")
+        where = [list(self.load), str(tmp_path)]
+        saved = self._over(first.world, runs.save_all, route[0], *where, 2)
+        found = self._over(then.world, runs.resume_all, route[1], *where, [2, 3])
+        for place, name in enumerate(self._wanted()):
+            if self._refused(name, route[0]):
+                continue
+            assert all(rank[place] is None for rank in saved), f"{name}: {saved[0][place]}"
+            truth, allowed = self._truth(name, "float64", 4)
+            what = f"{name}, saved under {route[0]!r} and resumed under {route[1]!r}"
+            self._check(what, [rank[place] for rank in found], truth, allowed, route[1])
+
+    def _truth(self, name: str, dtype: str, steps: int) -> tuple[dict[str, Tensor], float]:
+        """The weights of one process, and how far others may be from them.
+
+        That is 1e-10 in fp64 and 1e-6 in fp32, or some times what rounding does to this process
+        itself: an optimizer may enlarge it.
+        """
+
+        def make(params: Any) -> Optimizer:
+            return self.make(name, params)
+
+        truth = runs.train_alone(make, dtype, steps)
+        if dtype == "float64":
+            other = runs.train_alone(make, dtype, steps, nudge=1e-16)
+            return truth, max(1e-10, 30 * _worst(other, truth))
+        return truth, max(1e-6, 3 * _worst(truth, runs.train_alone(make, "float64", steps)))
+
+    def _refused(self, name: str, layout: str) -> bool:
+        entry = self.entries()[name]
+        needs_more = entry.grain != "element" and not entry.collects
+        return needs_more and not runs.LAYOUTS[layout].axes.keys() <= {"pp"}
+
+    def _check(
+        self, what: str, answers: list[Any], truth: Any, allowed: float, layout: str
+    ) -> None:
+        refused = self._refused(what.split()[0].rstrip(","), layout)
+        for rank, weights in enumerate(answers):
+            if refused:
+                assert isinstance(weights, str), f"{what}: it must be refused, but rank {rank} runs"
+                continue
+            assert not isinstance(weights, str), f"{what}: rank {rank} refuses: {weights}"
+            off = {n: relative(w, truth[n]) for n, w in weights.items()}
+            worst = max(off, key=off.__getitem__)
+            assert off[worst] <= allowed, (
+                f"{what}: rank {rank} has {worst} off by {off[worst]:.3g} (relative) from one "
+                f"process, allowed {allowed:.1e}"
+            )
+
+
+def _worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    return max(relative(found[name], truth[name]) for name in truth)
 
 
 def _params(count: int, dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
