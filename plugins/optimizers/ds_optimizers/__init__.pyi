@@ -6,6 +6,8 @@ from ds_optimizers.adam import AdamW as AdamW
 from ds_optimizers.adam import CPUAdam as CPUAdam
 from ds_optimizers.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam
 from ds_optimizers.adam import FusedAdam as FusedAdam
+from ds_optimizers.eight_bit.adam import Adam8bit as Adam8bit
+from ds_optimizers.eight_bit.adam import AdamW8bit as AdamW8bit
 from ds_optimizers.lamb import FusedLamb as FusedLamb
 from ds_optimizers.lamb import Lamb as Lamb
 from ds_optimizers.lion import CPULion as CPULion

@@ -65,6 +65,24 @@ class CPUAdamParams(_Moments):
     fp32_optimizer_states: bool = option(True, _FP32)
 
 
+class Adam8bitParams(_Moments):
+    """``optimizer.params`` of Adam8bit."""
+
+    bias_correction: bool = option(True, "Correct the moments for having begun at zero.")
+    adam_w_mode: bool = option(True, "Decoupled weight decay (AdamW).")
+    min_8bit_size: int = option(
+        4096,
+        "Elements of the smallest parameter whose moments have 8 bits; others' have fp32.",
+        ge=0,
+    )
+
+
+class AdamW8bitParams(Adam8bitParams):
+    """``optimizer.params`` of AdamW8bit."""
+
+    adam_w_mode: Literal[True] = option(True, "AdamW is decoupled by definition.")
+
+
 class DeepSpeedCPUAdamParams(_Moments):
     """``optimizer.params`` of DeepSpeedCPUAdam."""
 

@@ -40,6 +40,9 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "FusedAdam": _entry("adam:FusedAdam", "FusedAdam"),
     "CPUAdam": _entry("adam:CPUAdam", "CPUAdam"),
     "DeepSpeedCPUAdam": _entry("adam:DeepSpeedCPUAdam", "DeepSpeedCPUAdam"),
+    # They collect nothing, but ask where a tensor begins in its parameter.
+    "Adam8bit": _entry("eight_bit.adam:Adam8bit", "Adam8bit", collects=True),
+    "AdamW8bit": _entry("eight_bit.adam:AdamW8bit", "AdamW8bit", collects=True),
     "Adagrad": _entry("adagrad:Adagrad", "Adagrad"),
     "CPUAdagrad": _entry("adagrad:CPUAdagrad", "CPUAdagrad"),
     "DeepSpeedCPUAdagrad": _entry("adagrad:DeepSpeedCPUAdagrad", "DeepSpeedCPUAdagrad"),

@@ -1,0 +1,1 @@
+"""Optimizers whose states have 8 bits per value, with a scale for each block of them."""
