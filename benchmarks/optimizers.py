@@ -1,11 +1,13 @@
-"""Muon's step on the shapes of SmolLM2-135M: in batches of one shape, matrix by matrix, and the
-matrix products alone.
+"""Steps of optimizers of matrices on the shapes of SmolLM2-135M, beside Muon's and AdamW's.
 
-`products` orthogonalises the same matrices, already stacked; `matrix by matrix` is the same step
-with a batch for each matrix. All are measured in turns; the smallest of each counts. CPU time says
-more than the clock where others use the machine.
+Of Muon: in batches of one shape, matrix by matrix, and the matrix products alone. `products`
+orthogonalises the same matrices, already stacked; `Muon, one by one` is the same step with a batch
+for each matrix. SOAP, Shampoo and GaLore renew bases now and then: such a step is a row of its own.
+All are measured in turns; the smallest of each counts. CPU time says more than the clock where
+others use the machine.
 
     python benchmarks/optimizers.py [--layers 30] [--rounds 5] [--device cpu] [--threads N]
+                                    [--only WORD ...]
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from ds_optimizers import Muon, muon
+from ds_optimizer_kit.matrix_optimizer import split
+from ds_optimizers import SOAP, AdamW, Dion, GaLore, Muon, Shampoo, muon
 from torch import Tensor, nn
 
 WIDTH = 576
@@ -67,9 +70,30 @@ def contestants(layers: int, device: str) -> dict[str, Callable[[], object]]:
         finally:
             muon.orthogonalize_all = together
 
+    def of(kind: type[torch.optim.Optimizer], **params: int) -> Callable[[], object]:
+        made: list[torch.optim.Optimizer] = []
+
+        def run() -> object:
+            if not made:  # made when it is wanted; its first step makes bases
+                given = parameters(layers, device)
+                names = {p: "up" if p.use_muon else "embed" for p in given}  # type: ignore[attr-defined]
+                made.append(kind(split([{"params": given}], names), **params))
+            return made[0].step()
+
+        return run
+
+    never = 1_000_000
     return {
-        "step": batched.step,
-        "matrix by matrix": one_by_one,
+        "AdamW": AdamW(parameters(layers, device), lr=1e-3).step,
+        "SOAP": of(SOAP, precondition_frequency=never),
+        "SOAP, bases": of(SOAP, precondition_frequency=1),
+        "Shampoo": of(Shampoo, precondition_frequency=never),
+        "Shampoo, roots": of(Shampoo, precondition_frequency=1),
+        "Dion": of(Dion),
+        "GaLore": of(GaLore, update_proj_gap=never),
+        "GaLore, basis": of(GaLore, update_proj_gap=1),
+        "Muon": batched.step,
+        "Muon, one by one": one_by_one,
         "products": lambda: [muon.orthogonalize(stack) for stack in ready],
     }
 
@@ -90,9 +114,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--only", nargs="*", default=[], help="words in the names of rows")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    runs = contestants(given.layers, given.device)
+    runs = {
+        name: run
+        for name, run in contestants(given.layers, given.device).items()
+        if not given.only or name == "products" or any(word in name for word in given.only)
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(given.rounds + 1):  # the first one allocates states
         for name, run in runs.items():

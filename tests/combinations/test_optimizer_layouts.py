@@ -23,7 +23,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
     "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
     "SOAP": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 1},
+    "Shampoo": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 2, "damping": 1e-7},
+    "Dion": {"lr": 0.01, "weight_decay": 0.1},
+    "GaLore": {"lr": 0.01, "weight_decay": 0.1, "rank": 3, "update_proj_gap": 2},
 }
+MATRICES = ("SOAP", "Shampoo", "Dion", "GaLore")
 TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
 MICROS = 2
 STEPS = 3
@@ -63,7 +67,7 @@ def optimizer_of(kind: str, model: Any) -> Any:
     groups: Any = [{"params": list(names)}]
     params = KINDS[kind]
     kind = TYPES.get(kind, kind)
-    splits = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split}
+    splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(MATRICES, split)}
     groups = splits[kind](groups, names, **params) if kind in splits else groups
     return getattr(ds_optimizers, kind)(groups, **params)
 
@@ -135,6 +139,8 @@ CASES = [
     for offload in (False, True)
     for clip in (0.0, 0.3)
     if stage or not offload
+    # They share what knows of layouts.
+    if clip or kind not in ("Shampoo", "Dion", "GaLore")
     if not (stage == 3 and layout == "ep tp")
 ]
 SAMPLE = [
@@ -156,6 +162,9 @@ SAMPLE = [
     ("tp", "AdaMuon", 4, 2, False, 0.0),
     ("tp", "ScheduleFreeAdamW", 4, 2, True, 0.3),
     ("tp", "SOAP", 4, 3, True, 0.3),
+    ("ep", "Shampoo", 2, 2, False, 0.3),
+    ("tp", "Dion", 4, 1, True, 0.3),
+    ("spare", "GaLore", 2, 3, False, 0.3),
 ]
 
 
@@ -184,6 +193,7 @@ FP32 = {
     "NorMuon": 1.5e-5,
     "AdaMuon": 4e-6,
     "ScheduleFreeAdamW": 7e-6,
+    "Shampoo": 1.5e-5,
     "SOAP": 4e-3,
     "SOAP ep": 5e-2,
 }
@@ -252,8 +262,10 @@ ROUTES = [
     ("SOAP", ("tp", 2, 4, 2), ("dp", 3, 2, 2)),
     ("SOAP", ("dp", 0, 2, 2), ("tp", 3, 2, 1)),
     ("SOAP", ("ep", 1, 2, 2), ("experts", 2, 4, 4)),
+    *((kind, ("tp", 1, 4, 2), ("dp", 2, 2, 2)) for kind in MATRICES),
+    *((kind, ("experts", 0, 1, 1), ("ep", 2, 4, 4)) for kind in MATRICES),
 ]
-FAST_ROUTES = (ROUTES[0], ROUTES[-2])
+FAST_ROUTES = (ROUTES[0], ("SOAP", ("tp", 2, 4, 2), ("dp", 3, 2, 2)))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Lion": {"lr": 0.001, "weight_decay": 0.1},
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
     "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
+    "SOAP": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 1},
 }
 TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
 MICROS = 2
@@ -107,6 +108,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     """How far three steps in two stages are from one process."""
     import ds_optimizers
     import torch
+    from ds_optimizer_kit.matrix_optimizer import split
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
     from ds_testing.truth import relative
@@ -121,7 +123,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     names = {p: n for n, p in truth.named_parameters()}
     params: Any = [{"params": list(names)}]
     cls = TYPES.get(kind, kind)
-    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks}
+    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split}
     params = splits[cls](params, names, **KINDS[kind]) if cls in splits else params
     optimizer = getattr(ds_optimizers, cls)(params, **KINDS[kind])
     for step in range(3):

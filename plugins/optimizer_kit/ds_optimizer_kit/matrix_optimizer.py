@@ -55,6 +55,13 @@ class MatrixOptimizer(Optimizer):
         self._layout: Layout | None = None
         self._exchange: tuple[list[int], MatrixExchange, OwnedStates] | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of `load_state_dict`."""
+        super().__setstate__(state)
+        # A copy has tensors of its own, so it finds them anew.
+        for name in ("_layout", "_exchange"):
+            self.__dict__.setdefault(name, None)
+
     # -- what a subclass writes --------------------------------------------------------------------
 
     def prepare(self, group: Group, grad: Tensor, state: dict[str, Any]) -> Tensor:

@@ -14,6 +14,9 @@ from ds_optimizers.lion import CPULion as CPULion
 from ds_optimizers.lion import DeepSpeedCPULion as DeepSpeedCPULion
 from ds_optimizers.lion import FusedLion as FusedLion
 from ds_optimizers.lion import Lion as Lion
+from ds_optimizers.matrices.dion import Dion as Dion
+from ds_optimizers.matrices.galore import GaLore as GaLore
+from ds_optimizers.matrices.shampoo import Shampoo as Shampoo
 from ds_optimizers.matrices.soap import SOAP as SOAP
 from ds_optimizers.moments.adam_mini import AdamMini as AdamMini
 from ds_optimizers.moments.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW

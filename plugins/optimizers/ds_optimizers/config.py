@@ -191,6 +191,42 @@ class SOAPParams(_Moments):
     max_precond_dim: int = option(10_000, "Sides of matrices that are longer are not turned.", gt=0)
 
 
+class ShampooParams(_Moments):
+    """``optimizer.params`` of Shampoo."""
+
+    betas: Betas = option(
+        (0.9, 0.999), "Decay rates of the mean of gradients, and of the factors and second moment."
+    )
+    damping: float = option(1e-12, "Added to the factors' eigenvalues.", gt=0)
+    grafting: Literal["adam", "sgd", "none"] = option(
+        "adam", "Whose size updates have: Adam's, that of the mean of gradients, or their own."
+    )
+    precondition_frequency: int = option(10, "Steps between two computations of the roots.", gt=0)
+    max_precond_dim: int = option(10_000, "Sides of matrices that are longer have no factor.", gt=0)
+
+
+class DionParams(_OptimizerParams):
+    """``optimizer.params`` of Dion."""
+
+    lr: float = option(0.01, "Learning rate.", ge=0)
+    momentum: float = option(
+        0.95, "Share of what was applied that stays in the momentum.", ge=0, lt=1
+    )
+    rank_fraction: float = option(
+        0.25, "Rank of updates, as a share of a matrix's smaller side.", gt=0, le=1
+    )
+    betas: Betas = option((0.9, 0.95), "AdamW's decay rates, for all other parameters.")
+    eps: float = option(1e-8, "Added to lengths of columns, and to AdamW's denominator.", ge=0)
+
+
+class GaLoreParams(_Moments):
+    """``optimizer.params`` of GaLore."""
+
+    rank: int = option(128, "Rank of the projected gradients.", gt=0)
+    update_proj_gap: int = option(200, "Steps between two computations of the projection.", gt=0)
+    scale: float = option(0.25, "Factor of updates of matrices.", ge=0)
+
+
 class MuAdamParams(_Moments):
     """``optimizer.params`` of MuAdam and MuAdamW; lr and weight_decay are those of the base
     model."""

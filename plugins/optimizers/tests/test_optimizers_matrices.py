@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,29 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[..., None], tuple[float, float]]
         functools.partial(papers.soap, every=3, longest=8),
         (0.95, 0.95),
     ),
+    "Shampoo": (
+        {"precondition_frequency": 3, "max_precond_dim": 8, "damping": 1e-6},
+        functools.partial(papers.shampoo, every=3, longest=8, graft="adam"),
+        (0.9, 0.999),
+    ),
+    "Shampoo sgd": (
+        {"precondition_frequency": 1, "damping": 1e-6, "grafting": "sgd"},
+        functools.partial(papers.shampoo, every=1, longest=99, graft="sgd"),
+        (0.9, 0.999),
+    ),
+    "Shampoo none": (
+        {"precondition_frequency": 1, "damping": 1e-6, "grafting": "none"},
+        functools.partial(papers.shampoo, every=1, longest=99, graft="none"),
+        (0.9, 0.999),
+    ),
+    "Dion": ({"rank_fraction": 0.4}, functools.partial(papers.dion, fraction=0.4), (0.9, 0.95)),
+    "GaLore": (
+        {"rank": 2, "update_proj_gap": 4},
+        functools.partial(papers.galore, rank=2, every=4),
+        (0.9, 0.999),
+    ),
 }
+NAMES = ("SOAP", "Shampoo", "Dion", "GaLore")
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -31,7 +54,7 @@ def test_it_equals_the_paper(kind: str) -> None:
 
     def make(given: Any) -> torch.optim.Optimizer:
         rows = [{**g, "matrices": first} for g, first in zip(given, (True, False), strict=True)]
-        return getattr(ours, kind)(rows, **params)  # type: ignore[no-any-return]
+        return getattr(ours, kind.split()[0])(rows, **params)  # type: ignore[no-any-return]
 
     def update(p: Tensor, g: Tensor, s: dict[str, Any], *, lr: float, wd: float) -> None:
         if lr == RATES[0]:
@@ -49,7 +72,7 @@ def test_it_equals_the_paper(kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", NAMES)
 def test_vectors_are_no_matrices(kind: str) -> None:
     optimizer = getattr(ours, kind)([torch.nn.Parameter(torch.ones(3))])
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
@@ -57,7 +80,23 @@ def test_vectors_are_no_matrices(kind: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_copy_goes_on_by_itself(kind: str) -> None:
+    optimizer = getattr(ours, kind)([nn.Parameter(torch.ones(3, 4))])
+    makes = torch.Generator().manual_seed(0)
+    grads = [torch.randn(3, 4, generator=makes) for _ in range(5)]
+    for each in (optimizer, optimizer):
+        each.param_groups[0]["params"][0].grad = grads[0]
+        each.step()
+    copied = copy.deepcopy(optimizer)
+    for each in (optimizer, copied):
+        for grad in grads[1:]:
+            each.param_groups[0]["params"][0].grad = grad
+            each.step()
+    assert torch.equal(copied.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize("kind", NAMES)
 def test_offload_states_takes_them_too(kind: str) -> None:
     def engine_of() -> Any:
         torch.manual_seed(0)

@@ -54,7 +54,7 @@ def test_every_documented_name_is_there() -> None:
         "Adam, AdamW, FusedAdam, CPUAdam, DeepSpeedCPUAdam, Adagrad, CPUAdagrad, Lion, CPULion, "
         "FusedLion, Lamb, "
         "FusedLamb, Muon, MuAdam, MuAdamW, MuSGD, OneBitAdam, ZeroOneAdam, OneBitLamb, SGD, "
-        "Adam8bit, AdamW8bit, AdamMini, ScheduleFreeAdamW"
+        "Adam8bit, AdamW8bit, AdamMini, ScheduleFreeAdamW, SOAP, Shampoo, Dion, GaLore"
     )
     assert set(documented.split(", ")) <= set(OPTIMIZERS)
     for name in OPTIMIZERS:
@@ -64,7 +64,13 @@ def test_every_documented_name_is_there() -> None:
         "Lamb",
         "FusedLamb",
     }
-    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {"Muon", "SOAP"}
+    assert {n for n in OPTIMIZERS if OPTIMIZERS[n].grain == "matrix"} == {
+        "Muon",
+        "SOAP",
+        "Shampoo",
+        "Dion",
+        "GaLore",
+    }
     assert not OPTIMIZERS["OneBitAdam"].collects and OPTIMIZERS["OneBitLamb"].collects
     assert {n for n in OPTIMIZERS if OPTIMIZERS[n].partitioner} == {
         "OneBitAdam",

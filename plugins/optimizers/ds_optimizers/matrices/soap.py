@@ -9,6 +9,7 @@ from ds_optimizer_kit import MatrixOptimizer
 from torch import Tensor
 
 from ds_optimizers.base import check_common
+from ds_optimizers.matrices.factors import SIDES, gram
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -62,10 +63,10 @@ class SOAP(MatrixOptimizer):
         """See `MatrixOptimizer.update`."""
         beta1, beta2 = group["betas"]
         longest = group["max_precond_dim"]
-        sides = [s for s, size in _SIDES.items() if stack.shape[size] <= longest]
+        sides = [s for s, dim in SIDES.items() if stack.shape[dim] <= longest]
         if step == 1:
             for side in sides:
-                factor = (1 - beta2) * _square(stack, side)
+                factor = (1 - beta2) * gram(stack, side)
                 states[f"{side}_factor"] = factor
                 states[f"{side}_basis"] = _first_basis(factor)
             states["exp_avg"] = torch.zeros_like(stack)
@@ -82,18 +83,10 @@ class SOAP(MatrixOptimizer):
         change: Tensor = size * _turn(turned, states, back=True)
         # 2. The factors with this gradient, and at times their bases.
         for side in sides:
-            states[f"{side}_factor"].lerp_(_square(stack, side), 1 - beta2)
+            states[f"{side}_factor"].lerp_(gram(stack, side), 1 - beta2)
             if count % group["precondition_frequency"] == 0:
                 _follow(states, side)
         return change
-
-
-_SIDES = {"left": -2, "right": -1}
-
-
-def _square(stack: Tensor, side: str) -> Tensor:
-    """G G^T or G^T G."""
-    return stack @ stack.mT if side == "left" else stack.mT @ stack
 
 
 def _turn(stack: Tensor, states: dict[str, Tensor], back: bool = False) -> Tensor:
@@ -127,4 +120,4 @@ def _follow(states: dict[str, Tensor], side: str) -> None:
     states[f"{side}_basis"] = torch.linalg.qr(power).Q
     second = states["exp_avg_sq"]
     index = order[:, :, None] if side == "left" else columns
-    states["exp_avg_sq"] = second.gather(_SIDES[side], index.expand_as(second))
+    states["exp_avg_sq"] = second.gather(SIDES[side], index.expand_as(second))
