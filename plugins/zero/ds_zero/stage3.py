@@ -456,14 +456,9 @@ class Stage3(ZeroPartitioner):
         for param in self.module.parameters():
             if param in self.fragments or param not in described:
                 remove_attributes(param)
-        for group in self._groups.values():
-            torch.distributed.destroy_process_group(group)
+        # The groups end with the mesh.
         self._groups.clear()
-        for gather in self._two_steps.values():
-            gather.hosts.destroy()
         self._two_steps.clear()
-        if self._reduce_4 is not None:
-            self._reduce_4.close()
 
 
 def _own_groups(mesh: Mesh, wanted: set[tuple[str, ...]]) -> dict[tuple[str, ...], Any]:

@@ -74,12 +74,6 @@ class Levels:
     size: int
     count: int
 
-    def destroy(self) -> None:
-        """Destroy the groups."""
-        for group in (self.inner, self.outer):
-            if group is not ALONE:
-                torch.distributed.destroy_process_group(group)
-
 
 def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
     """Own groups of the blocks along `axes`.

@@ -292,12 +292,6 @@ class QuantisedReduce(GradientReduce):
         self._coder.add_up(kind, messages, out)
         return []
 
-    def close(self) -> None:
-        """Destroy the groups."""
-        for found in self._blocks.values():
-            found.destroy()
-        self._blocks.clear()
-
 
 def _exchange(got: Tensor, given: Tensor, group: Any) -> Any:
     return comm.all_to_all_single(got.view(-1), given.view(-1), group=group, async_op=True)
