@@ -10,6 +10,7 @@
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
 #   make test-programs  DeepSpeedExamples' programs, unchanged, on ds_core: PROGRAMS=FOLDER is where they and their runner lie
+#   make test-matrix  every pair of features, and every triple of the numeric core, against plain torch; goes on where it was interrupted
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make release-check  all of these, one after the other; how each ended is kept in benchmarks/release-check.md
@@ -49,7 +50,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test changed test-all test-wheels test-versions test-frontends test-programs test-monitors test-hosts release-check lint pytest wheels bench docs catalogue release-notes clean help
+.PHONY: setup quickstart test changed test-all test-matrix test-wheels test-versions test-frontends test-programs test-monitors test-hosts release-check lint pytest wheels bench docs catalogue release-notes clean help
 
 setup: $(STAMP)
 
@@ -108,6 +109,10 @@ changed: lint
 pytest: $(STAMP)
 	$(PYTEST) $(ARGS)
 
+# Rows that have run are kept in build/matrix.jsonl; one part of four: ARGS="--shard 1/4".
+test-matrix: $(STAMP)
+	PYTHONPATH=tests $(PY) tests/matrix/matrix.py --triples $(ARGS)
+
 test-wheels: $(STAMP)
 	$(PYTEST) tests/wheels $(ARGS)
 
@@ -164,7 +169,7 @@ test-hosts: $(STAMP)
 
 # What must be green together before a release. Takes hours; logs in build/release-check, and how each ended in
 # benchmarks/release-check.md.
-RELEASE_CHECKS := lint docs test-all test-wheels test-frontends test-monitors test-hosts test-programs test-versions
+RELEASE_CHECKS := lint docs test-all test-matrix test-wheels test-frontends test-monitors test-hosts test-programs test-versions
 
 release-check: $(STAMP)
 	@$(PY) .ci/release_check.py $(RELEASE_CHECKS) $(ARGS)

@@ -103,6 +103,9 @@ def _intercepted(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            # A graph ends here: the code of transports cannot be traced.
+            return torch.compiler.disable(call)(*args, **kwargs)  # type: ignore[no-any-return]
         if not interceptor.installed:
             return function(*args, **kwargs)
         arguments = {**dict(zip(names, args)), **kwargs}  # noqa: B905 (the rest are defaults)

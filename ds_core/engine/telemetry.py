@@ -74,8 +74,7 @@ class MonitorMaster:
         """Send ``(name, value, samples)`` triples to all monitors; also for users' and plugins' own
         metrics.
         """
-        checked = [_event(*event) for event in events]
-        if self.monitors and checked:
+        if checked := [_event(*event) for event in events]:
             self._each("write_events", checked)
 
     def flush(self) -> None:

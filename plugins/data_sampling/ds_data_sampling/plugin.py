@@ -37,12 +37,13 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     if config.has(Trait.DIVIDES_DEPTH):
         why = "does not go with pipelines: a stage does not know which layers it has"
         problems.append(Problem(path, why, "switch it off, or train without a PipelineModule"))
-    if any(axis.same_batch and axis.size > 1 for axis in plugins.mesh_axes(config)):
-        why = (
-            "does not go with sequence parallelism: a rank does not have the tokens that layers "
-            "choose among"
-        )
-        problems.append(Problem(path, why, "switch one of them off"))
+    for answer in plugins.ask("ds_mesh_axes", config=config):
+        if any(axis.same_batch and axis.size > 1 for axis in answer.value):
+            why = (
+                f"does not go with {answer.plugin.name}: a rank does not have the tokens that "
+                "layers choose among"
+            )
+            problems.append(Problem(path, why, "switch one of them off"))
     return problems
 
 

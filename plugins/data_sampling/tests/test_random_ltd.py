@@ -251,12 +251,8 @@ def test_what_does_not_go_together_is_an_error() -> None:
     config = {"train_batch_size": 1, "data_efficiency": {"enabled": True, "data_routing": routing}}
     with pytest.raises(ConfigError, match=r"random_ltd.enabled: does not go with pipelines"):
         compose({**config, "pipeline": {"stages": 2}})
-    with pytest.raises(
-        ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"
-    ):
+    with pytest.raises(ConfigError, match=r"random_ltd.enabled: .* with sequence_parallel_size"):
         compose({**config, "sequence_parallel_size": 2})
-    with pytest.raises(
-        ConfigError, match=r"random_ltd.enabled: does not go with sequence parallelism"
-    ):
+    with pytest.raises(ConfigError, match=r"random_ltd.enabled: .* with sequence_parallel:"):
         compose({**config, "sequence_parallel": {"size": 2}})
     compose({**config, "sequence_parallel": {"size": 1}})

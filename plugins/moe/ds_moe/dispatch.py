@@ -76,7 +76,11 @@ def dispatch(
     # 3. Rows go to the ranks that have their experts, through the experts, and back.
     x, groups, back = to_experts(x, there.counts, group, meanwhile)
     y = back(run(x, groups))
-    # 4. The weighted sum over each token's choices, in the order of tokens.
+    # 4. The weighted sum over each token's choices, in the order of tokens. Under autocast experts
+    # give another dtype than they are given.
+    dtype = torch.promote_types(tokens.dtype, y.dtype)
+    y = y.to(dtype)
+    flat = flat.to(dtype)
     out: Tensor = _CombineTokens.apply(y, flat if weigh == "after" else None, there, kernels)  # type: ignore[no-untyped-call]
     return out
 

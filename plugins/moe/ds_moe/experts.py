@@ -119,6 +119,9 @@ class Experts(nn.Module):
     the copies.
     """
 
+    # See `ds_run_state.blocks.ROWS_TOGETHER`: rows are sorted by expert, and counted.
+    ds_rows_together = True
+
     def __init__(self, expert: nn.Module, count: int, hidden_size: int) -> None:
         super().__init__()
         self.count = count

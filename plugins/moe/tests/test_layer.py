@@ -350,3 +350,16 @@ def copies(stage: int) -> None:
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 2), (3, 2)])
 def test_copies_of_a_layer_in_an_engine_run(stage: int, ranks: int) -> None:
     run_ranks(ranks, copies, stage)
+
+
+def test_experts_may_give_another_dtype_than_they_are_given() -> None:
+    """As under autocast: tokens and weights stay in fp32, what linear layers give is in bf16."""
+    torch.manual_seed(0)
+    layer = MoE(4, nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), 2, drop_tokens=False)
+    tokens = torch.randn(5, 4, requires_grad=True)
+    wanted = layer(tokens)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(tokens)[0]
+    found.float().square().sum().backward()
+    assert tokens.grad is not None
+    torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)

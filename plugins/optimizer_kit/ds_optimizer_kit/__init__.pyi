@@ -9,3 +9,4 @@ from ds_optimizer_kit.layout import ParamPart as ParamPart
 from ds_optimizer_kit.layout import bind as bind
 from ds_optimizer_kit.layout import layout_of as layout_of
 from ds_optimizer_kit.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+from ds_optimizer_kit.splitting import split_alike as split_alike

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from ds_optimizer_kit import Layout, MatrixExchange, group_alike
+from ds_optimizer_kit import Layout, MatrixExchange, group_alike, split_alike
 from ds_optimizer_kit.matrix_optimizer import is_matrix, stack_dims
 from torch import Tensor
 
@@ -337,7 +337,8 @@ def split_groups(
     """Each group as one of hidden matrices, one of stacks of them, and one of the rest, empty ones
     left out, each with its learning rate.
 
-    A group's own ``use_muon``, ``stacked`` and ``lr`` are kept.
+    A group's own ``use_muon``, ``stacked`` and ``lr`` are kept; one that has been split stays as it
+    is, also an empty one.
 
     names: of parameters; None: they must all have ``use_muon`` themselves (UsageError).
     others: parameters of the optimizer that do not matter here.
@@ -346,6 +347,8 @@ def split_groups(
     found = []
     for group in groups:
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if not params and {"use_muon", "stacked", "lr"} <= group.keys():
+            found.append({**group, "params": params})
         kinds: dict[tuple[bool, int], list[Any]] = {}
         for param in params:
             name = "" if names is None else names.get(param, "")
@@ -357,6 +360,18 @@ def split_groups(
             kind = {"use_muon": use, "stacked": stacked}
             found.append({"lr": rates[use], **group, "params": members, **kind})
     return found
+
+
+def muon_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **params: Any
+) -> list[dict[str, Any]]:
+    """`split_groups`, alike on all ranks. Collective."""
+    return split_alike(
+        groups,
+        lambda some: split_groups(some, names, **params),
+        ("use_muon", "stacked", "lr"),
+        lambda kind: (not kind[0], kind[1]),
+    )
 
 
 def _hidden(param: Any, names: Mapping[Any, str] | None, stacked: int) -> bool:

@@ -54,7 +54,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         "moments.adam_mini:AdamMini",
         "AdamMini",
         grain="tensor",
-        groups="ds_optimizers.moments.adam_mini:split_stacks",
+        groups="ds_optimizers.moments.adam_mini:mini_groups",
         collects=True,
     ),
     # It collects nothing, but must not be given states of zero: see its `bind_layout`.
@@ -67,7 +67,7 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
         "muon:Muon",
         "Muon",
         grain="matrix",
-        groups="ds_optimizers.muon:split_groups",
+        groups="ds_optimizers.muon:muon_groups",
         collects=True,
     ),
     "SOAP": _matrices("soap:SOAP", "SOAP"),

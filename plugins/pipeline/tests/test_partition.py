@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ds_pipeline.layers.balance import balanced, partition, uniform
+from ds_pipeline.layers.specs import LayerSpec, sections_of
 from ds_pipeline.layers.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -12,6 +14,7 @@ from ds_pipeline.layers.topology import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ds_core.errors import UsageError
 
@@ -113,3 +116,20 @@ def test_grid_answers_as_an_mpu() -> None:
     assert not grid.is_first_stage
     with pytest.raises(UsageError, match=r"once ds_core.initialize"):
         grid.get_pipe_parallel_group()
+
+
+class Asking(nn.Module):
+    """A layer that asks for a section."""
+
+    made = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        Asking.made += 1
+        self.ds_sections = {"own": {"size": size}}
+
+
+def test_sections_are_those_of_the_layers_of_all_stages() -> None:
+    specs = [nn.Linear(2, 2), *(LayerSpec(Asking, 4) for _ in range(8)), torch.tanh]
+    assert sections_of(specs) == {"own": {"size": 4}}
+    assert Asking.made == 1, "one of those that are built alike"

@@ -47,6 +47,18 @@ class HoldsWeights(Protocol):
         """
 
 
+ROWS_TOGETHER = "ds_rows_together"
+"""Attribute of a module, true where what lies below it computes all rows of a call together, in an
+order of its own (sorted by expert): no part of the rows can be given to it.
+"""
+
+
+def of_rows_together(model: nn.Module) -> set[nn.Module]:
+    """The modules whose rows cannot be cut, see `ROWS_TOGETHER`."""
+    marked = [m for m in model.modules() if getattr(m, ROWS_TOGETHER, False)]
+    return {below for module in marked for below in module.modules()}
+
+
 def find_blocks(
     model: nn.Module, wanted: Sequence[str], key: str, otherwise: str
 ) -> dict[str, nn.Module]:

@@ -145,6 +145,40 @@ class Plain(nn.Module):
         return self.ffn(x).sum()
 
 
+class Sorted(nn.Module):
+    """A layer whose MLPs are given all rows in an order of its own, as those of experts are."""
+
+    ds_rows_together = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x.flip(0)).sum()  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("clean_ds")
+def test_rows_that_belong_together_are_not_cut() -> None:
+    from ds_core.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"tiled_mlp.modules: .*but for those of experts"):
+        one(Sorted(), tiled_mlp={})
+    engine = one(nn.Sequential(MLP(), Sorted()), tiled_mlp={"shards": 2})
+    assert "forward" in vars(engine.module[0])
+    assert "forward" not in vars(engine.module[1].mlp)
+    engine.destroy()
+
+
 @pytest.mark.usefixtures("clean_ds")
 def test_models_that_cannot_be_tiled() -> None:
     from ds_core.errors import ConfigError, UsageError

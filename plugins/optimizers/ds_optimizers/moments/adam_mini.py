@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ds_optimizer_kit import ParamPart
+from ds_optimizer_kit import ParamPart, split_alike
 from ds_optimizer_kit.matrix_optimizer import stack_dims
 from torch import Tensor
 
@@ -138,3 +138,12 @@ def split_stacks(
             kinds.setdefault(int(said), []).append(param)
         found.extend({**group, "params": kinds[n], "stacked": n} for n in sorted(kinds))
     return found
+
+
+def mini_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **params: Any
+) -> list[dict[str, Any]]:
+    """`split_stacks`, alike on all ranks. Collective."""
+    return split_alike(
+        groups, lambda some: split_stacks(some, names, **params), ("stacked",), lambda kind: kind
+    )

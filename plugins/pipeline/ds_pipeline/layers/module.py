@@ -27,7 +27,13 @@ from ds_pipeline.layers.layer_times import measure
 from ds_pipeline.layers.specs import Layer as Layer
 from ds_pipeline.layers.specs import LayerSpec as LayerSpec
 from ds_pipeline.layers.specs import TiedLayerSpec as TiedLayerSpec
-from ds_pipeline.layers.specs import count_parameters, make_layer, make_trial, name_of
+from ds_pipeline.layers.specs import (
+    count_parameters,
+    make_layer,
+    make_trial,
+    name_of,
+    sections_of,
+)
 from ds_pipeline.layers.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -118,6 +124,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self._check_layers(len(specs))
         self.parts = self._partition(specs, example)
         self._check_shared(specs)
+        self._sections_of_layers = sections_of(specs)
         self.layers = nn.ModuleDict()
         self.tied = nn.ModuleDict()
         self._chunks = [
@@ -137,8 +144,11 @@ class PipelineModule(LayerFiles, nn.Module):
 
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
-        """The section that loads the plugin and sets the size of its axis."""
-        return {"pipeline": {"stages": self.num_stages, "chunks": self.chunks}}
+        """The section that loads the plugin and sets the size of its axis, and those for which
+        layers ask.
+        """
+        own = {"pipeline": {"stages": self.num_stages, "chunks": self.chunks}}
+        return {**self._sections_of_layers, **own}
 
     def __getattr__(self, name: str) -> Any:
         try:

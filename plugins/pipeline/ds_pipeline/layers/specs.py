@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,20 +110,49 @@ def name_of(spec: Any) -> str:
     )
 
 
+def outline(spec: Any) -> Any:
+    """The module of a layer, without memory where its class allows it; a function as it is."""
+    if not isinstance(spec, LayerSpec):
+        return spec
+    try:
+        with torch.device("meta"):
+            return spec.build()
+    except Exception:  # a constructor that looks at values
+        with torch.random.fork_rng():
+            return spec.build()
+
+
 def count_parameters(spec: Any) -> int:
-    """Trainable parameters of a layer; of one that is not built, without memory where its class
-    allows it.
+    """Trainable parameters of a layer."""
+    module = outline(spec)
+    if not isinstance(module, nn.Module):
+        return 0
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def sections_of(specs: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a config for which layers ask by ``ds_sections``, those of other stages
+    too: all ranks load the same plugins, and have the same mesh.
     """
-    module = spec
-    if isinstance(spec, LayerSpec):
-        try:
-            with torch.device("meta"):
-                module = spec.build()
-        except Exception:  # a constructor that looks at values
-            with torch.random.fork_rng():
-                module = spec.build()
-    return (
-        sum(p.numel() for p in module.parameters() if p.requires_grad)
-        if isinstance(module, nn.Module)
-        else 0
-    )
+    found: dict[str, dict[str, Any]] = {}
+    for spec in _unlike(specs):
+        module = outline(spec)
+        for part in module.modules() if isinstance(module, nn.Module) else ():
+            for section, values in getattr(part, "ds_sections", {}).items():
+                found.setdefault(section, {}).update(values)
+    return found
+
+
+def _unlike(specs: Iterable[Any]) -> Iterator[Any]:
+    """One of each kind of layer that is built in the same way."""
+    seen = set()
+    for spec in specs:
+        if isinstance(spec, LayerSpec):
+            try:
+                key = (spec.typename, spec.module_args, frozenset(spec.module_kwargs.items()))
+                if key in seen:
+                    continue
+                seen.add(key)
+            except TypeError:  # arguments that have no hash: it may be unlike the others
+                pass
+        yield spec

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from ds_run_state.blocks import find_blocks
+from ds_run_state.blocks import find_blocks, of_rows_together
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -78,11 +78,16 @@ def tile_mlps(model: nn.Module, section: TiledMLPConfig) -> Callable[[], None]:
         # The outermost only: an MLP inside an MLP (an expert, say) is tiled with it.
         inner = {m for outer in called.values() for m in outer.modules() if m is not outer}
         found = {n: m for n, m in called.items() if m not in inner}
+    # The MLPs of experts are given rows in an order that tiles would break.
+    whole = of_rows_together(model)
+    found = {n: m for n, m in found.items() if m not in whole}
     # A stage of a pipeline may have none; an error is raised on all ranks, or none.
     if not any(comm.all_gather_json(bool(found))):
-        classes = sorted({type(m).__name__ for m in model.modules() if _has_weights(m)})
+        others = {type(m).__name__ for m in model.modules() if _has_weights(m) and m not in whole}
+        aside = ", but for those of experts (ds_moe.MoE)," if whole else ""
         raise UsageError(
-            f"{key}: no class of the model is called an MLP; name some of {', '.join(classes)}"
+            f"{key}: no class of the model{aside} is called an MLP; name some of "
+            f"{', '.join(sorted(others))}"
         )
     shards = shards_of(section)
     return stand_before({m: TiledForward(m, shards) for m in found.values()})

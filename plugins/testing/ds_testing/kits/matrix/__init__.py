@@ -1,0 +1,1 @@
+"""Which combinations of features to try."""

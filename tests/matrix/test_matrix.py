@@ -1,0 +1,116 @@
+"""The composition matrix: what it covers, a few of its rows, and those that once were wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import matrix
+import verdicts
+from ds_testing import run_ranks
+from ds_testing.kits.matrix.covering import Rules, combinations, cover
+from features import FEATURES, NAMES, possible
+
+
+def row_of(text: str) -> dict[str, str]:
+    """The plainest row with the values that `text` names."""
+    given = dict(choice.split("=") for choice in text.split())
+    row = Rules(NAMES, matrix.known(), possible).complete(given)
+    assert row is not None, f"{text} is refused"
+    return row
+
+
+# What the matrix found, and was repaired.
+FOUND = {
+    "a stage without experts": "pp=1f1b ep=ep stage=z1",
+    "groups that a stage has no parameters of": (
+        "stage=z2 offload=optimizer tp=tp pp=zero_bubble optimizer=Muon trained=frozen groups=two "
+        "moved=stage"
+    ),
+    "experts under autocast": "ep=experts precision=autocast",
+    "collectives in compiled blocks": "compile=at_start sp=ulysses stage=z3",
+}
+SAMPLE = {
+    "many at once": "stage=z3 offload=param tp=tp optimizer=AdamMini clip=clip trained=thawed gas=1",
+    "in bf16": "stage=z2 sp=ulysses precision=bf16 groups=two schedule=warmup recompute=blocks",
+}
+
+
+@pytest.mark.fast_cases("many at once", "a stage without experts")
+@pytest.mark.parametrize("name", [*SAMPLE, *FOUND])
+def test_a_row_trains_as_one_process(name: str, tmp_path: Path) -> None:
+    row = row_of({**SAMPLE, **FOUND}[name])
+    verdict = verdicts.judge(run_ranks, row, tmp_path)
+    assert verdict["kind"] == "exact", verdict
+
+
+def test_a_wrong_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trial
+
+    plainly = trial.plainly
+
+    def planted(row: matrix.Row, total: int) -> trial.Trained:
+        losses, weights = plainly(row, total)
+        weights["layers.2.mlp.up_proj.weight"][0, 0] += 1e-6
+        return losses, weights
+
+    monkeypatch.setattr(trial, "plainly", planted)
+    verdict = verdicts.judge(run_ranks, row_of("stage=z1"), tmp_path)
+    assert (verdict["kind"], verdict["worst"]) == ("wrong", "layers.2.mlp.up_proj.weight")
+
+
+def test_refused_pairs_are_refused_by_messages_that_name_both() -> None:
+    for entry in json.loads(matrix.REFUSED.read_text(encoding="utf-8")):
+        pair = frozenset((name, value) for name, value in entry["pair"])
+        others = [other for other in matrix.known() if other != pair]
+        row = Rules(NAMES, others, possible).complete(dict(pair))
+        assert row is not None, pair
+        message = verdicts.refusal(row)
+        assert message, f"{sorted(pair)} is no longer refused: python tests/matrix/matrix.py --learn"
+        assert verdicts.names_both(pair, message), message
+
+
+# -- the rows --------------------------------------------------------------------------------------
+
+SMALL = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2", "3", "4"], "d": ["1", "2"]}
+BAD = frozenset({("a", "2"), ("c", "3")})
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_rows_hold_every_combination_that_is_allowed(strength: int) -> None:
+    rules = Rules(SMALL, [BAD], lambda row: (row.get("b"), row.get("d")) != ("2", "2"))
+    rows = cover(rules, combinations(SMALL, strength))
+    held = {
+        frozenset(some) for row in rows for some in itertools.combinations(row.items(), strength)
+    }
+    possible_ones = {
+        some
+        for some in combinations(SMALL, strength)
+        if not some >= BAD and not some >= {("b", "2"), ("d", "2")}
+    }
+    assert held == possible_ones
+    assert all(row.keys() == SMALL.keys() for row in rows)
+    assert rows == cover(rules, combinations(SMALL, strength))
+
+
+def test_few_rows_hold_every_pair_of_the_features() -> None:
+    rules = Rules(NAMES, matrix.known(), possible)
+    rows = cover(rules, combinations(NAMES, 2))
+    assert 50 <= len(rows) <= 120
+    assert all(rules.allow(row) for row in rows)
+    seen = {(name, value) for row in rows for name, value in row.items()}
+    assert seen == {(name, value) for name, values in FEATURES.items() for value in values}
+
+
+def test_what_cannot_be_completed_is_in_no_row() -> None:
+    shut = [frozenset({("a", "1"), ("b", value)}) for value in SMALL["b"]]
+    rules = Rules(SMALL, shut)
+    assert rules.complete({"a": "1"}) is None
+    assert rules.complete({"a": "2"}) == {"a": "2", "b": "1", "c": "1", "d": "1"}
+    assert all(row["a"] != "1" for row in cover(rules, combinations(SMALL, 2)))
