@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, Trait, option
+from ds_core.config import Section, Trait, option, read_config
 
 
 class PipelineConfig(Section):
@@ -90,3 +91,12 @@ class PipelineConfig(Section):
                 f"{self.chunks}"
             )
         return self
+
+
+def overridden() -> dict[str, int]:
+    """``stages`` and ``chunks`` that DS_CONFIG_OVERRIDES has as numbers; raises ConfigError where
+    it is no config.
+    """
+    section = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw.get("pipeline")
+    given = section if isinstance(section, dict) else {}
+    return {name: given[name] for name in ("stages", "chunks") if isinstance(given.get(name), int)}

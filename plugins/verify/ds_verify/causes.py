@@ -17,7 +17,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ds_verify.comparing import Difference, Key
-    from ds_verify.records import Recorded
+    from ds_verify.recording.records import Recorded
 
 EXACT = 1e-2
 """The relative residual below which contributions explain a gradient."""
@@ -37,11 +37,10 @@ def explain(
     equal: the rows of the steps before.
     """
     first = wrong[0]
-    piece = next(
-        p
-        for p in found
-        if p.rank == first.rank and p.entry.key == (first.kind, first.name, first.micro, first.part)
-    )
+    key = (first.kind, first.name, first.micro, first.part)
+    piece = next((p for p in found if p.rank == first.rank and p.entry.key == key), None)
+    if piece is None:
+        return "no rank has it, or not all of it: it was never computed, or dropped"
     values = piece.values.double()
     right = piece.of(reference[piece.entry.key])
     if not bool(torch.isfinite(values).all()):

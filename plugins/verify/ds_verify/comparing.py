@@ -23,12 +23,13 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_verify.records import KINDS, Record, Recorded
-from ds_verify.sampling import sample_size
+from ds_verify.recording.records import KINDS, Record, Recorded
+from ds_verify.recording.sampling import sample_size
 
 LIMIT = 8.0
 """The ratio above which a tensor counts as different."""
@@ -37,6 +38,11 @@ START = -1
 """The phase of weights before the first step, which are compared with those of the checkpoint."""
 
 Key = tuple[str, str, int, int]
+
+NORM: Key = ("norm", "the global norm", 0, 0)
+
+AFTER_SUM = ("norm", "state", "weight")
+"""What a skipped step leaves as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +124,25 @@ def compare_folders(
         if step == 0:
             rows = _compare_begin(records[0].begin(0), begin[0])
             cause = _cause_of_begin(rows, limit)
-        found = records[0].step(step)
+        found = _joined(records[0].step(step), int(records[0].facts["same_batch"]))
         others = [record.step(step) for record in records[1:]]
         wholes = [assemble(pieces, sample) for pieces in others]
         shapes = {piece.entry.key: piece.entry.shape for piece in others[0]}
+        # The order of one process: ranks with parts of a model count their own tensors alone.
+        orders = {piece.entry.key: piece.entry.order for piece in others[0]}
         # An output of which each rank has a part has another shape in one process.
         fitting = [p for p in found if shapes.get(p.entry.key, p.entry.shape) == p.entry.shape]
-        new, missing = _compare_step(step, fitting, wholes, begin, sample)
+        shared = tuple(records[0].facts["shared"])
+        new, missing = _compare_step(step, fitting, wholes, begin, sample, orders, shared)
         missing += [
             f"{p.entry.kind} {p.entry.name}"
             for p in found
             if shapes.get(p.entry.key, p.entry.shape) != p.entry.shape
         ]
+        if _sum_overflowed(wholes[0], found, records[0].facts):
+            # Right in its way: the step is skipped, and the reference's is not.
+            new = [row for row in new if row.kind not in AFTER_SUM]
+            missing.append(f"the update of step {step}, whose sums overflowed in fp16")
         new.sort(key=lambda row: (row.order, row.rank))
         skipped.update(dict.fromkeys(missing))
         if not cause and (wrong := [row for row in new if not row.ratio <= limit]):
@@ -141,6 +154,47 @@ def compare_folders(
 
         raise UsageError("the two records have no tensor in common, so nothing was compared")
     return Report(tuple(rows), tuple(skipped), limit, cause, records[0].facts)
+
+
+def _sum_overflowed(
+    reference: Mapping[Key, Tensor], found: list[Recorded], facts: Mapping[str, Any]
+) -> bool:
+    """Whether ranks may not sum in fp16 what the reference sums in fp32."""
+    norm = next((p.values for p in found if p.entry.key == NORM), None)
+    scale = reference.get(("scale", "the factor of losses", 0, 0))
+    if norm is None or scale is None or bool(torch.isfinite(norm).all()):
+        return False
+    if not bool(torch.isfinite(reference[NORM]).all()):
+        return False
+    largest = max(
+        (
+            float(w.abs().max())
+            for key, w in reference.items()
+            if key[0] == "gradient" and w.numel()
+        ),
+        default=0.0,
+    )
+    most = largest * float(scale) * int(facts["gas"]) * int(facts["parts"])
+    return 2 * most > torch.finfo(torch.float16).max
+
+
+def _joined(found: list[Recorded], ranks: int) -> list[Recorded]:
+    """With the means of micro-batches' own gradients, where several ranks work on the same samples.
+
+    ranks: how many do, each on a part of the sequences.
+    """
+    if ranks == 1:
+        return found
+    groups: dict[tuple[object, ...], list[Recorded]] = {}
+    for piece in found:
+        if piece.entry.kind == "local gradient":
+            places = None if piece.places is None else tuple(piece.places[:1].tolist())
+            groups.setdefault((piece.entry.key, piece.entry.first, places), []).append(piece)
+    means = [
+        replace(pieces[0], values=torch.stack([p.values.double() for p in pieces]).mean(0))
+        for pieces in groups.values()
+    ]
+    return [piece for piece in found if piece.entry.kind != "local gradient"] + means
 
 
 def assemble(pieces: Iterable[Recorded], limit: int) -> dict[Key, Tensor]:
@@ -176,12 +230,14 @@ class _Step:
     """How far the perturbed reference is from the reference."""
     usual: Mapping[str, float]
     """The median of the same by kind, as a part of the norm."""
+    orders: Mapping[Key, int]
+    """The places of tensors in the reference's order of computation."""
 
     def row(self, piece: Recorded, right: Tensor) -> Difference:
         """The difference of a tensor of one rank from `right`, a whole sample."""
         entry = piece.entry
         here = piece.of(right)
-        values = piece.values.double()
+        values, here = _without_overflow(piece.values.double(), here)
         start = self.before.get(entry.key) if _is_weight(entry.kind, entry.name) else None
         by_update = start is not None
         if start is not None:
@@ -198,7 +254,8 @@ class _Step:
         )
         unsteady = self._unsteady(piece, change) if by_update else 0.0
         size = _norm(values - change)
-        order = (self.number, _phase(entry.kind), entry.micro, entry.order)
+        place = self.orders.get(entry.key, entry.order)
+        order = (self.number, _phase(entry.kind), entry.micro, place)
         return Difference(
             step=self.number,
             kind=entry.kind,
@@ -229,14 +286,24 @@ class _Step:
         share = torch.where(gradient > 0, noise / gradient, 0.0).clamp(max=2.0)
         return _norm(share * change)
 
-    def absent(self, found: list[Recorded], limit: int) -> Iterator[Difference]:
+    def absent(
+        self, found: list[Recorded], limit: int, shared: tuple[str, ...]
+    ) -> Iterator[Difference]:
         """Gradients that the reference has, and no rank of the subject, or not all of them."""
         whole = assemble(found, limit)
+        norm = whole.get(NORM)
+        # A step that is skipped has no reduced gradients; its norm tells whether it should have been.
+        kinds = ["local gradient"]
+        if norm is None or bool(torch.isfinite(norm).all()):
+            kinds.append("gradient")
         for place, (key, right) in enumerate(self.reference.items()):
             kind, name, micro, part = key
-            if kind not in ("gradient", "local gradient") or not _norm(right):
+            if kind not in kinds or not _norm(right):
                 continue
-            if key not in whole or bool(torch.isnan(whole[key]).any()):
+            if kind == "local gradient" and name.startswith(shared):
+                continue
+            # NaN stands where no rank has an element, unless the gradient itself overflows.
+            if key not in whole or bool((torch.isnan(whole[key]) & torch.isfinite(right)).any()):
                 order = (self.number, _phase(kind), micro, place)
                 yield Difference(
                     self.number, kind, name, micro, part, 0, order, math.inf, 1.0, 0.0, _norm(right)
@@ -249,23 +316,29 @@ def _compare_step(
     wholes: list[dict[Key, Tensor]],
     begin: list[dict[Key, Tensor]],
     limit: int,
+    orders: Mapping[Key, int],
+    shared: tuple[str, ...],
 ) -> tuple[list[Difference], list[str]]:
     """The rows of one step, and the names that could not be compared.
 
     wholes: of the reference, and of the perturbed one if there is one.
     begin: what their weights were before the step.
+    orders: see `_Step`.
+    shared: see `Recorder.shared`.
     """
     reference = wholes[0]
     moved: dict[Key, float] = {}
     for key, whole in reference.items():
         if len(wholes) > 1 and key in wholes[1] and wholes[1][key].shape == whole.shape:
-            change = (wholes[1][key] - whole) - _since(begin[1], begin[0], key, whole)
-            moved[key] = _norm(change)
+            other, here = _without_overflow(wholes[1][key], whole)
+            moved[key] = _norm(other - here - _since(begin[1], begin[0], key, whole))
+            if math.isnan(moved[key]):
+                moved[key] = math.inf  # rounding alone decides whether it overflows
     usual = _median_relative(moved, reference, begin[0])
     # A norm can be moved by nothing by chance, but by no more than all gradients together.
     gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
     moved.update({key: max(moved[key], gradients) for key in moved if key[0] == "norm"})
-    step = _Step(number, reference, begin[0], moved, usual)
+    step = _Step(number, reference, begin[0], moved, usual, orders)
     rows = []
     missing = []
     for piece in found:
@@ -274,13 +347,13 @@ def _compare_step(
             missing.append(f"{piece.entry.kind} {piece.entry.name}")
         else:
             rows.append(step.row(piece, right))
-    return [*rows, *step.absent(found, limit)], missing
+    return [*rows, *step.absent(found, limit, shared)], missing
 
 
 def _compare_begin(found: list[Recorded], reference: Mapping[Key, Tensor]) -> list[Difference]:
     """Each rank's weights before the first step, compared with those that its checkpoint has."""
     # Nothing was computed yet, so only rounding to another dtype may stand between them.
-    step = _Step(0, reference, {}, {}, {})
+    step = _Step(0, reference, {}, {}, {}, {})
     rows = []
     for piece in found:
         right = reference.get(piece.entry.key)
@@ -348,6 +421,16 @@ def _rounding(dtype: str, values: Tensor, *, is_weight: bool) -> float:
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+def _without_overflow(values: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with zeros where neither is finite: gradients of fp16 that overflow may do so as inf or
+    as NaN.
+    """
+    both = ~(torch.isfinite(values) | torch.isfinite(right))
+    if not bool(both.any()):
+        return values, right
+    return values.masked_fill(both, 0.0), right.masked_fill(both, 0.0)
 
 
 def _norm(values: Tensor) -> float:

@@ -19,6 +19,7 @@ COLOURS = {
     "backward": "#66ccee",
     "local gradient": "#228833",
     "gradient": "#ccbb44",
+    "scale": "#bbbbbb",
     "norm": "#000000",
     "state": "#aa3377",
     "weight": "#ee6677",

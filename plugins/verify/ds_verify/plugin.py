@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.gradients import Gradients
-    from ds_verify.recorder import Recorder
+    from ds_verify.recording.recorder import Recorder
 
 RECORDER: StashKey[Recorder] = StashKey("the recorder")
 
@@ -35,7 +35,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
 def ds_open(ctx: Context) -> None:
     """The recorder of this run; of a reference, what will replay the record."""
-    from ds_verify.replay import make_recorder
+    from ds_verify.recording.making import make_recorder
 
     if (recorder := make_recorder(ctx)) is not None:
         ctx.stash[RECORDER] = recorder

@@ -56,6 +56,7 @@ KIND_NAMES = {
     "backward": "backward, gradient of",
     "local gradient": "local gradient of",
     "gradient": "gradient of",
+    "scale": "scale:",
     "norm": "norm:",
     "state": "state",
     "weight": "weight",

@@ -25,6 +25,7 @@ ALONE: Mapping[str, Any] = {
     "tensor_parallel": {"autotp_size": 1},
     "sequence_parallel": {"size": 1},
     "sequence_parallel_size": 1,
+    "pipeline": {"stages": 1, "chunks": 1},
 }
 """What sections of a layout are in one process."""
 
@@ -89,6 +90,11 @@ def start_run(script: Script, world: int, overrides: Mapping[str, Any], folder: 
 def reference_overrides(facts: Mapping[str, Any], against: Mapping[str, Any]) -> dict[str, Any]:
     """The config of one process that computes what the subject does, or of the layout `against`."""
     layout: dict[str, Any] = {key: ALONE[key] for key in facts["keys"] if key in ALONE}
+    if facts["mesh"].get("pp", 1) > 1:  # the model has the section, and not the config
+        layout["pipeline"] = ALONE["pipeline"]
+    if facts["compute"] == "float16":
+        # A sum of so many micro-batches would overflow where the subject's mean does not.
+        layout["data_types"] = {"grad_accum_dtype": "fp32"}
     micro = int(facts["micro"])
     count = int(facts["gas"]) * int(facts["parts"])
     batch = {

@@ -15,9 +15,9 @@ from ds_command_kit.app import make_app
 from ds_run_state.slices import Box
 from ds_testing import CommandConformance, PluginConformance, run_ranks
 from ds_verify.page import make_page
-from ds_verify.records import decode, encode
+from ds_verify.recording.records import decode, encode
+from ds_verify.recording.sampling import sample_box, sample_range, sample_size
 from ds_verify.report import as_data, describe
-from ds_verify.sampling import sample_box, sample_range, sample_size
 from typer.testing import CliRunner
 
 from ds_core.errors import UsageError

@@ -98,6 +98,120 @@ def train_llama(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
             engine.step()
 
 
+class Experts(nn.Module):
+    """Blocks with a mixture of experts between tied embeddings."""
+
+    def __init__(self, ep: int) -> None:
+        from ds_moe import MoE
+
+        super().__init__()
+        self.tok = nn.Embedding(30, 8)
+        expert = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+        self.blocks = nn.ModuleList(
+            MoE(8, expert, num_experts=4, ep_size=ep, k=2, capacity_factor=4.0, use_rts=False)
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tok(x)
+        for block in self.blocks:
+            h = h + block(h)[0]
+        return h @ self.tok.weight.t()  # type: ignore[no-any-return]
+
+
+def train_experts(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """Experts that are divided over the ranks, or all in one process."""
+    import ds_core
+
+    ep = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    _train(ds_core.initialize, config, section, lambda: Experts(ep))
+
+
+class Divided(nn.Module):
+    """A layer of attention over sequences that several ranks divide, with its loss."""
+
+    def __init__(self) -> None:
+        from ds_sequence_parallel import CrossEntropy, DistributedAttention
+
+        super().__init__()
+        self.tok = nn.Embedding(30, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.attention = DistributedAttention(_attend)
+        self.head = nn.Linear(8, 30)
+        self.loss = CrossEntropy()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        h = self.tok(tokens)
+        q, k, v = self.qkv(h).unflatten(-1, (3, 2, 4)).unbind(2)
+        h = h + self.attention(q, k, v).flatten(2)
+        return self.loss(self.head(h), labels)  # type: ignore[no-any-return]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2)
+
+
+def train_divided(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """Sequences that are divided over ranks."""
+    import ds_core
+
+    torch.manual_seed(0)
+    config = {**BASE, **config, "verify": dict(section)}
+    engine, *_ = ds_core.initialize(model=Divided(), config=config)
+    data = torch.Generator().manual_seed(engine.ctx.mesh.index("batch"))
+    with _ending(engine):
+        for _ in range(20):
+            x = torch.randint(0, 30, (2, 9), generator=data)
+            engine.backward(engine(x[:, :-1], x[:, 1:]))
+            engine.step()
+
+
+def _project(embedding: nn.Embedding, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, embedding.weight)
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def train_stages(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """A pipeline with tied embeddings and dropout."""
+    from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+
+    import ds_core
+
+    torch.manual_seed(0)
+    layers = [
+        TiedLayerSpec("tok", nn.Embedding, 30, 8),
+        *(LayerSpec(Block) for _ in range(4)),
+        TiedLayerSpec("tok", nn.Embedding, 30, 8, forward_fn=_project),
+    ]
+    # What `dscore verify` gives by DS_CONFIG_OVERRIDES, which a process of a pool has not.
+    given = {"stages": 2, "chunks": 1, **config.get("pipeline", {})}
+    config = {**BASE, **config, "verify": dict(section)}
+    model = PipelineModule(
+        layers,
+        num_stages=given["stages"],
+        chunks=given["chunks"],
+        loss_fn=_loss,
+        seed_layers=True,
+        partition_method="uniform",
+    )
+    engine, *_ = ds_core.initialize(model=model, config=config)
+    data = torch.Generator().manual_seed(engine.ctx.mesh.index("batch"))
+
+    def batches() -> Iterator[Any]:
+        while True:
+            x = torch.randint(0, 30, (2, 7), generator=data)
+            yield x[:, :-1], x[:, 1:]
+
+    with _ending(engine):
+        for _ in range(20):
+            engine.train_batch(batches())
+
+
 BASE: Mapping[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -119,11 +233,14 @@ def _ending(engine: Any) -> Iterator[None]:
 
 
 def _train(
-    initialize: Callable[..., Any], config: Mapping[str, Any], section: Mapping[str, Any]
+    initialize: Callable[..., Any],
+    config: Mapping[str, Any],
+    section: Mapping[str, Any],
+    model: Callable[[], nn.Module] = Net,
 ) -> None:
     torch.manual_seed(0)
     config = {**BASE, **config, "verify": dict(section)}
-    engine, *_ = initialize(model=Net(), config=config)
+    engine, *_ = initialize(model=model(), config=config)
     data = torch.Generator().manual_seed(engine.global_rank)
     with _ending(engine):
         for _ in range(20):
@@ -131,6 +248,23 @@ def _train(
             out = engine(x[:, :-1]).flatten(0, 1).float()
             engine.backward(nn.functional.cross_entropy(out, x[:, 1:].flatten()))
             engine.step()
+
+
+def hooks_left(folder: str) -> tuple[bool, int]:
+    """Whether a recorder has hooks on the model, and how many are left of them at the end."""
+    import ds_core
+
+    model = Net()
+    config = {**BASE, "verify": {"folder": folder}}
+    engine, *_ = ds_core.initialize(model=model, config=config)
+
+    def count() -> int:
+        modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        return modules + sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+    watched = count()
+    engine.destroy()
+    return watched > 20, count()
 
 
 def verify(

@@ -21,6 +21,7 @@ from ds_core.accelerator import get_accelerator
 from ds_core.entries import Axis
 from ds_core.errors import UsageError
 from ds_core.mesh import Mesh, plan_mesh
+from ds_pipeline.config import overridden
 from ds_pipeline.layers.balance import partition
 from ds_pipeline.layers.layer_files import LayerFiles
 from ds_pipeline.layers.layer_times import measure
@@ -64,6 +65,9 @@ class PipelineModule(LayerFiles, nn.Module):
     num_stages, or topology: one is needed; the world must be a multiple of the stages, and what is
         left becomes data parallelism.
     chunks: parts of the model per stage, for the interleaved schedule.
+        DS_CONFIG_OVERRIDES, of which `ds_core.initialize` takes keys in place of the config's, does
+        the same here: ``stages`` and ``chunks`` of its section ``pipeline`` stand in place of
+        num_stages (and of topology) and chunks.
     partition_method: see `ds_pipeline.layers.balance`.
     example: one input of the model, for partition_method "profile".
 
@@ -101,6 +105,11 @@ class PipelineModule(LayerFiles, nn.Module):
         example: Any = None,
     ) -> None:
         super().__init__()
+        given = overridden()
+        if "stages" in given:
+            num_stages = given["stages"]
+            topology = None
+        chunks = given.get("chunks", chunks)
         if num_stages is None and topology is None:
             raise UsageError("PipelineModule needs num_stages or topology")
         self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ds_core.errors import UsageError
 
-KINDS = ("forward", "backward", "local gradient", "gradient", "norm", "state", "weight")
+KINDS = ("forward", "backward", "local gradient", "gradient", "scale", "norm", "state", "weight")
 """What is recorded.
 
 forward: outputs of modules. backward: gradients of modules' inputs. local gradient: of a parameter,
 from one micro-batch, before any reduction. gradient: of a parameter, as the optimizer gets it, but
-not clipped. norm: of all gradients. state: of the optimizer, and master weights. weight: what
-modules compute with.
+not clipped. scale: what losses were multiplied by, with fp16. norm: of all gradients. state: of the
+optimizer, and master weights. weight: what modules compute with.
 """
 
 
@@ -64,10 +64,20 @@ class StepWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._entries: list[Entry] = []
         self._tensors: dict[str, Tensor] = {}
+        # Where gradients of micro-batches are, by key and place in the sample.
+        self._local: dict[tuple[object, ...], int] = {}
 
     def add(self, entry: Entry, values: Tensor, places: Tensor | None = None) -> None:
-        """Take over `values`, which nobody changes any more."""
+        """Take over `values`, which nobody changes any more.
+
+        A micro-batch's own gradient may come in several backwards, or tile by tile: the sum counts.
+        """
         number = len(self._entries)
+        if entry.kind == "local gradient":
+            key = (*entry.key, entry.first)
+            if (before := self._local.setdefault(key, number)) != number:
+                self._tensors[str(before)] = self._tensors[str(before)] + values
+                return
         self._tensors[str(number)] = values
         if places is not None:
             self._tensors[f"{number}.places"] = places
@@ -80,6 +90,7 @@ class StepWriter:
         (self._folder / f"{name}.json").write_text(text, encoding="utf-8")
         self._entries.clear()
         self._tensors.clear()
+        self._local.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Recording a run's steps, and computing them again from the record."""
