@@ -379,9 +379,10 @@ class ZeroConfig(Section):
         return value
 
     def traits(self) -> Iterable[str]:
-        """Each stage divides one thing more."""
+        """Each stage divides one thing more; LoCo adds the errors of one reduction to the next."""
         divided = (Trait.PARTITIONS_STATES, Trait.PARTITIONS_GRADIENTS, Trait.RELEASES_WEIGHTS)
-        return divided[: self.stage]
+        loco = () if self.zeropp_loco_param is None else ("feeds_back_errors",)
+        return [*divided[: self.stage], *loco]
 
     @property
     def weights_offload(self) -> OffloadParam | None:
