@@ -9,4 +9,6 @@ from ds_optimizer_kit.layout import ParamPart as ParamPart
 from ds_optimizer_kit.layout import bind as bind
 from ds_optimizer_kit.layout import layout_of as layout_of
 from ds_optimizer_kit.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+from ds_optimizer_kit.planning import ExchangeNeed as ExchangeNeed
+from ds_optimizer_kit.planning import plan_exchange as plan_exchange
 from ds_optimizer_kit.splitting import split_alike as split_alike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from ds_core.errors import UsageError
 from ds_optimizer_kit.exchange import MatrixExchange, Unit, group_alike, product_cost
 from ds_optimizer_kit.layout import Layout
 from ds_optimizer_kit.owned import OwnedStates
+from ds_optimizer_kit.planning import ExchangeNeed, plan_exchange
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource, StateTensor
@@ -90,6 +92,11 @@ class MatrixOptimizer(Optimizer):
     def cost(self, rows: int, columns: int) -> float:
         """What `update` takes for one matrix, in any unit: by this, matrices are shared out."""
         return product_cost(rows, columns)
+
+    def planned_exchange(self, world: int, *, sharded: bool) -> ExchangeNeed:
+        """What collecting takes on so many ranks, for ``dscore plan``; see `plan_exchange`."""
+        stacked = {p: int(g["stacked"]) for p, g in self._groups().items()}
+        return plan_exchange(shapes_of(stacked), world, self.cost, sharded=sharded)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -210,6 +217,15 @@ class MatrixOptimizer(Optimizer):
             for (unit, _), change in zip(members, changes, strict=True):
                 found[unit] = change.reshape(unit.shape)
         return found
+
+
+def shapes_of(stacked: Mapping[Tensor, int]) -> list[tuple[int, int]]:
+    """Rows and columns of each matrix in full parameters, of which so many dimensions number them."""
+    return [
+        (param.shape[count], math.prod(param.shape[count + 1 :]))
+        for param, count in stacked.items()
+        for _ in range(math.prod(param.shape[:count]))
+    ]
 
 
 def _check_matrices(shape: Sequence[int], stacked: int) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ds_optimizer_kit import Held, Lane, Layout, MatrixExchange, ParamPart
+from ds_optimizer_kit import Held, Lane, Layout, MatrixExchange, ParamPart, plan_exchange
+from ds_optimizer_kit.exchange import product_cost
 from ds_run_state.slices import Slice
 from ds_testing import Traffic, run_ranks
 from torch import Tensor
@@ -172,3 +173,32 @@ def over_model() -> list[float]:
 def test_sums_over_the_model_count_each_element_once() -> None:
     # 32 ones, 32 twos, four fives that both ranks have, two sevens; the largest of the first.
     assert run_ranks(2, over_model) == [[32 + 64 + 20 + 14, 2.0]] * 2
+
+
+def planned_and_sent(sharded: bool) -> list[int]:
+    """Bytes of three matrices, as planned and as sent by both ranks."""
+    from ds_core import comm
+
+    rank = comm.rank()
+    shapes = [(8, 8), (4, 8), (8, 2)]
+    lane = Lane(("dp",), torch.distributed.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    for number, shape in enumerate(shapes):
+        count = shape[0] * shape[1]
+        ends = (0, count // 2, count) if sharded else (0, count)
+        ranges = [ends[r : r + 2] if sharded else (0, count) for r in range(2)]
+        held = tuple(Held(Slice.of(shape), *r) for r in ranges)
+        tensor = torch.zeros(held[rank].numel)
+        lane.parts[tensor] = ParamPart(str(number), shape, held, rank)
+    exchange = MatrixExchange(Layout([lane]), dict.fromkeys(lane.parts, 0))
+    comm.add_interceptor(traffic := Traffic())
+    exchange.start({t: t for t in lane.parts}, set(lane.parts))
+    exchange.give_back(dict(pair for some in exchange.finish() for pair in some))
+    comm.remove_interceptor(traffic)
+    planned = plan_exchange(shapes, 2, product_cost, sharded=sharded)
+    return [planned.sent, sum(row.bytes for row in traffic.sent)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_planned_is_what_the_busiest_rank_sends(sharded: bool) -> None:
+    found = run_ranks(2, planned_and_sent, sharded)
+    assert found[0][0] == max(sent for _, sent in found)

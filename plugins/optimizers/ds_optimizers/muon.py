@@ -17,8 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from ds_optimizer_kit import Layout, MatrixExchange, group_alike, split_alike
-from ds_optimizer_kit.matrix_optimizer import is_matrix, stack_dims
+from ds_optimizer_kit import (
+    ExchangeNeed,
+    Layout,
+    MatrixExchange,
+    group_alike,
+    plan_exchange,
+    split_alike,
+)
+from ds_optimizer_kit.matrix_optimizer import is_matrix, shapes_of, stack_dims
 from torch import Tensor
 
 from ds_core.errors import UsageError
@@ -239,6 +246,12 @@ class Muon(CollectingOptimizer):
         options = {k: group[k] for k in ("lr", "eps", "weight_decay")}
         options |= {"beta1": beta1, "beta2": beta2, "scale": batch.scale, "copies": batch.copies}
         run(batch.params, batch.grads, *batch.states, step=batch.step, **options)
+
+    def planned_exchange(self, world: int, *, sharded: bool) -> ExchangeNeed:
+        """What collecting takes on so many ranks, for ``dscore plan``; see `plan_exchange`."""
+        groups = {p: g for g in self.param_groups if g["use_muon"] for p in g["params"]}
+        shapes = shapes_of({p: int(g["stacked"]) for p, g in groups.items()})
+        return plan_exchange(shapes, world, orthogonalize_cost, sharded=sharded)
 
     def _matrices(self) -> MatrixExchange:
         """The exchange of the matrices of all groups; made anew where these have changed."""

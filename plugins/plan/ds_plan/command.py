@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from ds_core.precision import Precision
     from ds_core.setup.compose import Composition
     from ds_plan.activations import Activations
+    from ds_plan.needs import Need
     from ds_plan.planner import Planner
     from ds_plan.run import PlannedRun
+    from ds_plan.tables import Exchange
 
 LAYERS = 32
 """The assumed number of layers of a model of --params without --largest-layer."""
@@ -48,9 +51,7 @@ def plan(
     against: options.Against = None,
     imports: Imports = False,
 ) -> None:
-    """Predict memory and communication of each rank under every stage and offload, and recommend
-    one.
-    """
+    """Predict memory and messages of each rank under every stage and offload, and recommend one."""
     from ds_core.precision import cast_module, make_precision
     from ds_plan.models import divide_matrices
     from ds_plan.planner import make_planners
@@ -63,8 +64,8 @@ def plan(
     precision = make_precision(chosen.config, chosen.plugins)
     cast_module(module, precision)
 
-    # Activations are counted in a forward, which a model with divided matrices cannot run.
     divided = Divided.by(chosen)
+    # Activations are counted in a forward, which a model with divided matrices cannot run.
     activations = _count_activations(module, tokens, params, divided)
     part = divide_matrices(module, divided.layers)
     run = _make_run(chosen, precision, part, world, optimizer_states)
@@ -86,6 +87,7 @@ def plan(
         needs=needs,
         advice=None if room is None else recommend(needs, room),
         charts=_ask_charts(chosen),
+        exchanges=_plan_exchanges(chosen, module, world * divided.layers, needs),
     )
     (show_plan_as_json if as_json else show_plan)(result)
     draw(result.charts, svg)
@@ -205,7 +207,8 @@ def _warn_of_grain(chosen: Composition) -> None:
     entry = chosen.optimizer.entry
     grain = getattr(entry, "grain", "element")
     # Norms that an optimizer collects are a few numbers per tensor.
-    if grain == "tensor" and getattr(entry, "collects", False):
+    # So are the matrices of one that tells what it takes: see `_plan_exchanges`.
+    if grain in ("tensor", "matrix") and getattr(entry, "collects", False):
         return
     if grain != "element":
         say_error(
@@ -213,6 +216,32 @@ def _warn_of_grain(chosen: Composition) -> None:
             f"{'matrices' if grain == 'matrix' else 'tensors'}; the memory and "
             "communication for them are not counted"
         )
+
+
+def _plan_exchanges(
+    chosen: Composition, module: nn.Module, world: int, needs: Sequence[Need]
+) -> Sequence[Exchange]:
+    """What the config's optimizer takes to collect matrices, where it can tell: without ZeRO, and
+    with tensors that are cut.
+
+    module: undivided.
+    world: ranks that have a part or a replica of each matrix.
+    """
+    from ds_plan.tables import Exchange
+
+    optimizer = chosen.optimizer
+    if optimizer is None or getattr(optimizer.entry, "grain", "element") != "matrix":
+        return []
+    names = {p: n for n, p in module.named_parameters() if p.requires_grad}
+    made = optimizer.build(optimizer.groups([{"params": list(names)}], names))
+    plan_one = getattr(made, "planned_exchange", None)
+    if plan_one is None or world == 1:
+        return []
+    found = []
+    for sharded in sorted({need.stage > 0 for need in needs}):
+        need = plan_one(world, sharded=sharded)
+        found.append(Exchange("1, 2, 3" if sharded else "0", need.sent, need.held))
+    return found
 
 
 def _ask_charts(chosen: Composition) -> list[Chart]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_core.precision import Precision
 
@@ -46,6 +47,12 @@ class PlannedRun:
     wide: bool = False
     """Whether the states of 16-bit tensors are fp32; else they have the dtype of what is updated."""
 
+    narrow: int | None = None
+    """Bytes of the states per element, where a state is stored in fewer bits than its values have.
+
+    Such as those of an optimizer in 8 bits; None: as `states` and `wide` say.
+    """
+
     @classmethod
     def of(
         cls,
@@ -70,10 +77,13 @@ class PlannedRun:
             casts=measured.casts,
             # An engine would have the optimizer narrow its states; there is none here.
             wide=measured.wide and not config.core.bf16.bf16_optimizer_states,
+            narrow=measured.narrow,
         )
 
     def kept(self, updated: torch.dtype) -> int:
         """Bytes of the optimizer's states per element of a tensor of dtype `updated`."""
+        if self.narrow is not None:
+            return self.narrow
         return self.states * (max(4, updated.itemsize) if self.wide else updated.itemsize)
 
 
@@ -83,6 +93,7 @@ class States(NamedTuple):
     states: int
     wide: bool
     casts: bool
+    narrow: int | None = None
 
 
 def measure_states(
@@ -112,4 +123,18 @@ def measure_states(
             v.shape == weight.shape and v.dtype.itemsize > weight.dtype.itemsize for v in kept
         ),
         casts=not getattr(made, "takes_inputs", False),
+        narrow=_narrow_bytes(kept, weight.numel()),
     )
+
+
+def _narrow_bytes(states: list[torch.Tensor], elements: int) -> int | None:
+    """Bytes per element, rounded, where some state is made of other tensors; else None."""
+    if not any(map(is_traceable_wrapper_subclass, states)):
+        return None
+    return round(sum(map(_bytes, states)) / elements)
+
+
+def _bytes(tensor: Any) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.itemsize)

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the optimizer takes to collect whole matrices, on the rank with the most."""
+
+    stages: str
+
+    sent: int
+    """Bytes that it sends per step, besides those of `Need.sent`."""
+
+    held: int
+    """Bytes of whole matrices, and of what comes of them, during the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the command predicts for one model and one config."""
 
@@ -46,6 +59,9 @@ class Plan:
     charts: Sequence[Chart]
     """What plugins show of the config besides."""
 
+    exchanges: Sequence[Exchange] = ()
+    """Of an optimizer that collects matrices."""
+
 
 def show_plan_as_json(plan: Plan) -> None:
     """Print everything, in bytes and elements."""
@@ -63,6 +79,7 @@ def show_plan_as_json(plan: Plan) -> None:
             "choices": [_as_dict(need) for need in plan.needs],
             "recommended": recommended,
             "reason": None if advice is None else advice.reason,
+            "optimizer_exchanges": [asdict(exchange) for exchange in plan.exchanges],
             "charts": [{"name": c.name, "title": c.title, "text": c.text} for c in plan.charts],
         }
     )
@@ -89,6 +106,12 @@ def show_plan(plan: Plan) -> None:
         typer.echo(
             f"activations of a rank's {plan.activations.tokens:,} tokens, undivided layers: "
             f"{_describe(plan.activations)}"
+        )
+    for exchange in plan.exchanges:
+        typer.echo(
+            f"the optimizer collects matrices, stage {exchange.stages}: a rank sends up to "
+            f"{gigabytes(exchange.sent)} GB more per step, and holds {gigabytes(exchange.held)} GB "
+            "of them in it, which the table has not"
         )
     if plan.advice is not None:
         typer.echo(plan.advice.reason)

@@ -144,6 +144,38 @@ def test_optimizers_that_need_unsharded_tensors_are_reported(
     assert "needs unsharded tensors" in done.output + done.stderr
 
 
+def test_states_in_8_bits_are_counted_as_such(tmp_path: Path) -> None:
+    states = []
+    for kind in ("AdamW", "AdamW8bit"):
+        config = tmp_path / "adam.json"
+        config.write_text(json.dumps({"optimizer": {"type": kind}, "bf16": {"enabled": True}}))
+        done = dscore("--world", "2", "--params", "1M", "--config", str(config), "--json")
+        assert done.exit_code == 0, done.output
+        states.append(json.loads(done.output)["choices"][0]["device"]["states"])
+    assert states == [8_000_000, 2_000_000]
+
+
+def test_what_an_optimizer_of_matrices_exchanges(tmp_path: Path) -> None:
+    """Two matrices on two ranks: (64, 64) and (10, 64), each whole on one of them in the step."""
+    config = tmp_path / "muon.json"
+    config.write_text(json.dumps({"optimizer": {"type": "Muon"}, "bf16": {"enabled": True}}))
+    words = ("--world", "2", "--model", "mine_to_plan:build", "--config", str(config))
+    done = dscore(*words, "--json")
+    assert done.exit_code == 0, done.output
+    large = 64 * 64
+    small = 10 * 64
+    # Without ZeRO results go to the other rank; with it half of what is not owned, and half of what is.
+    assert json.loads(done.output)["optimizer_exchanges"] == [
+        {"stages": "0", "sent": 4 * large, "held": 8 * large},
+        {"stages": "1, 2, 3", "sent": 2 * (large + small), "held": 8 * large},
+    ]
+    assert (
+        "the optimizer collects matrices, stage 0: a rank sends up to 1.64e-05 GB"
+        in dscore(*words).output
+    )
+    assert "are not counted" not in dscore(*words).stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
