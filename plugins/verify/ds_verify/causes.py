@@ -98,13 +98,13 @@ def _of_gradient(
         return _of_weights(dict(zip(rows, weights, strict=True)))
     relative = float((values - right).norm() / right.norm()) if float(right.norm()) else math.inf
     for dtype, eps in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
-        if eps / 30 < relative < eps * 2:
+        if eps / 10 < relative < eps * 2:
             return (
                 f"it is right to {relative:.1g}, which is the rounding of {dtype}: it was "
                 "accumulated or sent in a lower precision than in the reference"
             )
     apart = (values - right).abs() > EXACT * right.abs().max()
-    if bool(apart.any()) and not bool(apart.all()):
+    if 0 < int(apart.sum()) <= 0.75 * apart.numel():
         lo, hi = (int(apart.nonzero()[i]) for i in (0, -1))
         return (
             f"{int(apart.sum())} of {apart.numel()} of its elements differ, between places {lo} "

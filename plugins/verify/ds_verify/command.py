@@ -20,6 +20,9 @@ Config = Annotated[
 Against = Annotated[
     str, typer.Option(help='"one": one process; or a config file with keys of another layout.')
 ]
+AgainstWorld = Annotated[
+    int, typer.Option(min=1, help="Processes of the layout that --against names.")
+]
 Limit = Annotated[
     float, typer.Option(min=1, help="Ratio to rounding above which a tensor is different.")
 ]
@@ -44,6 +47,7 @@ def verify(
     steps: Steps = 3,
     config: Config = None,
     against: Against = "one",
+    against_world: AgainstWorld = 1,
     limit: Limit = 8.0,
     module: Module = False,
     as_json: Json = None,
@@ -61,6 +65,8 @@ def verify(
     from ds_verify.report import as_data, describe
     from ds_verify.runs import Script, make_runs
 
+    if against == "one" and against_world > 1:
+        raise CommandError("--against-world needs --against FILE, the layout of these processes")
     words = Script(("--module",) if module else (), script, tuple(arguments or ()))
     with _folder(keep) as folder:
         try:
@@ -71,6 +77,7 @@ def verify(
                 config=_keys(config),
                 against=None if against == "one" else _keys(Path(against)),
                 section={"steps": steps},
+                reference_world=against_world,
             )
             from ds_verify.comparing import compare_folders
 

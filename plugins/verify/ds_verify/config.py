@@ -12,8 +12,10 @@ class Verify(Section):
 
     writes_outside = ("folder",)
 
-    role: Literal["record", "replay"] = option(
-        "record", 'Record the run, or ("replay") compute again what `source` has recorded.'
+    role: Literal["record", "replay", "compare"] = option(
+        "record",
+        'Record the run, or ("replay") compute again what `source` has recorded; "compare": do '
+        "neither until `ds_verify.compare` gets the engine.",
     )
     folder: str = option("verify", "The folder for what this run records.", min_length=1)
     source: str = option("", "The folder with the record to replay.")

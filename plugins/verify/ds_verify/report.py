@@ -15,7 +15,8 @@ def describe(report: Report) -> str:
     ranks = len({row.rank for row in report.rows})
     steps = len({row.step for row in report.rows})
     plural = "s" if ranks > 1 else ""
-    what = f"{len(report.rows)} tensors of {steps} steps on {ranks} rank{plural}"
+    of = f"{steps} step{'s' if steps > 1 else ''}"
+    what = f"{len(report.rows)} tensors of {of} on {ranks} rank{plural}"
     first = report.first
     if first is None:
         text = f"equal: {what}, largest ratio {report.largest:.2g} of rounding"

@@ -105,6 +105,32 @@ def reference_overrides(facts: Mapping[str, Any], against: Mapping[str, Any]) ->
     return {**layout, **batch, **against}
 
 
+def replay_overrides(
+    facts: Mapping[str, Any],
+    config: Mapping[str, Any],
+    against: Mapping[str, Any] | None,
+    world: int = 1,
+) -> dict[str, Any]:
+    """The config of a reference on `world` processes; see `make_runs`.
+
+    Raises CommandError where they cannot share the subject's micro-batches.
+    """
+    if against is None:
+        return {**config, **reference_overrides(facts, {})}
+    # The layout's own processes share the subject's micro-batches; one that divides the model over
+    # processes says itself how many each of its data-parallel ranks gets.
+    share = int(facts["gas"]) * int(facts["parts"])
+    overrides = {**config, **reference_overrides({**facts, "keys": [], "mesh": {}}, against)}
+    if "gradient_accumulation_steps" not in against:
+        if share % world:
+            raise CommandError(
+                f"the subject's step has {share} micro-batches, which {world} processes cannot "
+                "share; give gradient_accumulation_steps in the file of --against"
+            )
+        overrides["gradient_accumulation_steps"] = share // world
+    return overrides
+
+
 def make_runs(
     script: Script,
     world: int,
@@ -125,18 +151,7 @@ def make_runs(
     role = {"verify": {**section, "role": "record"}}
     start_run(script, world, {**config, **role}, subject).wait("the run")
     facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
-    if against is None:
-        overrides = {**config, **reference_overrides(facts, {})}
-    else:
-        # The layout's own processes share the subject's micro-batches.
-        share = int(facts["gas"]) * int(facts["parts"])
-        overrides = {**config, **reference_overrides({**facts, "keys": []}, against)}
-        if share % reference_world:
-            raise CommandError(
-                f"the subject's step has {share} micro-batches, which {reference_world} processes "
-                "cannot share"
-            )
-        overrides["gradient_accumulation_steps"] = share // reference_world
+    overrides = replay_overrides(facts, config, against, reference_world)
     started = []
     for name, perturb in (("reference", False), ("perturbed", True)):
         role = {"verify": {**section, "role": "replay", "source": str(subject), "perturb": perturb}}

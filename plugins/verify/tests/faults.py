@@ -45,7 +45,17 @@ def _fault(ctx: Context) -> Fault | None:
 def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """Faults that are built into the model."""
     fault = _fault(ctx)
-    change = {"untied": _untie, "lost_use": _lose_use, "other_eps": _other_eps}
+    change = {
+        "untied": _untie,
+        "lost_use": _lose_use,
+        "other_eps": _other_eps,
+        "no_dropout": _no_dropout,
+        "own_dropout": _own_dropout,
+        "cast": _cast,
+        "detached": _detached,
+        "no_residual": _no_residual,
+        "no_bias": _no_bias,
+    }
     if fault is not None and fault.kind in change:
         return [Transform(Phase.SUBSTITUTE, change[fault.kind])]
     return ()
@@ -81,6 +91,51 @@ def _other_eps(model: nn.Module) -> nn.Module:
     return model
 
 
+def _no_dropout(model: nn.Module) -> nn.Module:
+    """A block forgets to drop."""
+    model.get_submodule("blocks.1.drop").p = 0.0  # type: ignore[assignment]
+    return model
+
+
+def _own_dropout(model: nn.Module) -> nn.Module:
+    """A block draws by numbers of its own."""
+    drop: Any = model.get_submodule("blocks.1.drop")
+    own = torch.Generator().manual_seed(99)
+    drop.forward = lambda x: x * (torch.rand(x.shape, generator=own) > drop.p) / (1 - drop.p)
+    return model
+
+
+def _cast(model: nn.Module) -> nn.Module:
+    """A layer computes in bf16."""
+    up: Any = model.get_submodule("blocks.1.up")
+    plain = up.forward
+    up.forward = lambda x: plain(x.bfloat16().to(x.dtype))
+    return model
+
+
+def _detached(model: nn.Module) -> nn.Module:
+    """A block passes no gradient through its branch to what is before it."""
+    norm: Any = model.get_submodule("blocks.1.norm")
+    plain = norm.forward
+    norm.forward = lambda x: plain(x.detach())
+    return model
+
+
+def _no_residual(model: nn.Module) -> nn.Module:
+    """A block gives its branch alone."""
+    block: Any = model.get_submodule("blocks.1")
+    plain = block.forward
+    block.forward = lambda x: plain(x) - x
+    return model
+
+
+def _no_bias(model: nn.Module) -> nn.Module:
+    """A sum over ranks leaves the bias out, as a wrong row-parallel layer does."""
+    down: Any = model.get_submodule("blocks.1.down")
+    down.forward = lambda x: nn.functional.linear(x, down.weight) + 0 * down.bias
+    return model
+
+
 # -- around the step -------------------------------------------------------------------------------
 
 
@@ -106,6 +161,15 @@ def ds_open(ctx: Context) -> None:
         _swap(ctx, at[fault.name], at["blocks.2.up.weight"])
     if fault.kind == "norm":
         _local_norm(ctx)
+    if fault.kind == "large_norm":
+        _large_norm(ctx)
+    if fault.kind == "rank_lr" and ctx.rank == 1:
+        for group in ctx.engine.optimizer.param_groups:  # type: ignore[union-attr]
+            group["lr"] *= 2
+    if fault.kind == "not_updated":
+        _after(partitioner, "publish", _restore(at[fault.name], True))
+    if fault.kind == "drift" and ctx.rank == 1:
+        at[fault.name].data.mul_(1.001)
 
 
 def _after(target: Any, method: str, act: Callable[[bool], None]) -> None:
@@ -188,6 +252,13 @@ def _local_norm(ctx: Context) -> None:
     )
 
 
+def _large_norm(ctx: Context) -> None:
+    """The norm counts what all ranks have as if it were divided over them."""
+    update: Any = ctx.engine._weight_update  # type: ignore[attr-defined]
+    plain = update.norm
+    update.norm = lambda groups, device: plain(groups, device) * ctx.world_size**0.5
+
+
 # -- on reduced gradients --------------------------------------------------------------------------
 
 
@@ -203,16 +274,10 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
             shard.tensor.mul_(parts)
         if fault.kind == "last_micro":
             _drop_last(shard, local[shard.name], parts)
-        if shard.name != fault.name:
-            continue
-        if fault.kind == "not_reduced":
-            shard.tensor.copy_(shard.take(sum(local[shard.name], torch.zeros(()))))
-        if fault.kind == "zero" or (fault.kind == "once" and gradients.step == 0):
-            shard.tensor.zero_()
-        if fault.kind == "bfloat16":
-            shard.tensor.copy_(shard.tensor.bfloat16())
-        if fault.kind == "half_reduced":
-            shard.tensor.view(-1)[: shard.tensor.numel() // 2].mul_(0.5)
+        if fault.kind == "by_gas":
+            shard.tensor.mul_(ctx.batch.gas)
+        if shard.name == fault.name and fault.kind in ONE:
+            ONE[fault.kind](ctx, shard, local[shard.name], gradients.step)
     for rows in local.values():
         rows.clear()
 
@@ -222,3 +287,65 @@ def _drop_last(shard: GradientShard, rows: list[Tensor], parts: int) -> None:
     last = rows[-1].clone()
     comm.all_reduce(last)
     shard.tensor.sub_(shard.take(last / parts))
+
+
+def _contribution(shard: GradientShard, rows: list[Tensor], micro: int, parts: int) -> Tensor:
+    """What a micro-batch gives to the shard."""
+    values = rows[micro].clone()
+    comm.all_reduce(values)
+    return shard.take(values / parts)
+
+
+def _stale(shard: GradientShard, kept: list[Tensor]) -> None:
+    """The gradient of the step before stands where this step's should."""
+    kept.append(shard.tensor.clone())
+    if len(kept) > 1:
+        shard.tensor.copy_(kept[-2])
+
+
+def _first_half(shard: GradientShard) -> Tensor:
+    return shard.tensor.view(-1)[: shard.tensor.numel() // 2]
+
+
+BEFORE: StashKey[list[Tensor]] = StashKey("gradients of earlier steps")
+
+
+def _once_more(
+    ctx: Context, shard: GradientShard, rows: list[Tensor], micro: int, times: float
+) -> None:
+    shard.tensor.add_(_contribution(shard, rows, micro, ctx.mesh.size("dp")), alpha=times)
+
+
+def _kept(ctx: Context) -> list[Tensor]:
+    if ctx.stash.get(BEFORE) is None:
+        ctx.stash[BEFORE] = []
+    return ctx.stash[BEFORE]
+
+
+def _of_rank_0(shard: GradientShard, rows: list[Tensor]) -> None:
+    values = torch.stack(rows).sum(0)
+    comm.broadcast(values, src=0)
+    shard.tensor.copy_(shard.take(values))
+
+
+ONE: dict[str, Callable[[Context, GradientShard, list[Tensor], int], object]] = {
+    "not_reduced": lambda ctx, shard, rows, step: shard.tensor.copy_(
+        shard.take(sum(rows, torch.zeros(())))
+    ),
+    "zero": lambda ctx, shard, rows, step: shard.tensor.zero_(),
+    "once": lambda ctx, shard, rows, step: shard.tensor.zero_() if step == 0 else None,
+    "bfloat16": lambda ctx, shard, rows, step: shard.tensor.copy_(shard.tensor.bfloat16()),
+    "float16": lambda ctx, shard, rows, step: shard.tensor.copy_(shard.tensor.half()),
+    "half_reduced": lambda ctx, shard, rows, step: _first_half(shard).mul_(0.5),
+    "row_lost": lambda ctx, shard, rows, step: shard.tensor.view(-1)[-3:].zero_(),
+    "negative": lambda ctx, shard, rows, step: shard.tensor.neg_(),
+    "not_a_number": lambda ctx, shard, rows, step: shard.tensor.view(-1)[:1].fill_(float("nan")),
+    "rolled": lambda ctx, shard, rows, step: shard.tensor.copy_(
+        shard.tensor.view(-1).roll(1).view(shard.tensor.shape)
+    ),
+    "first_micro": lambda ctx, shard, rows, step: _once_more(ctx, shard, rows, 0, -1.0),
+    "twice_micro": lambda ctx, shard, rows, step: _once_more(ctx, shard, rows, 1, 1.0),
+    "other_step": lambda ctx, shard, rows, step: _stale(shard, _kept(ctx)),
+    "rank_0": lambda ctx, shard, rows, step: _of_rank_0(shard, rows),
+}
+"""What is done to the reduced gradient of one parameter."""

@@ -70,6 +70,15 @@ def test_sequences_that_ranks_divide(tmp_path: Path) -> None:
 
 
 @SLOW
+def test_another_layout_is_the_reference(tmp_path: Path) -> None:
+    """ZeRO-3 on four ranks against ZeRO-1 on two."""
+    config = {"zero_optimization": {"stage": 3}}
+    report = verify(run_ranks, tmp_path, config, world=4, against=ZERO_1, reference_world=2)
+    assert report.first is None, (report.first, report.cause)
+    assert {row.rank for row in report.rows} == {0, 1, 2, 3}
+
+
+@SLOW
 def test_experts_that_ranks_divide(tmp_path: Path) -> None:
     report = verify(run_ranks, tmp_path, ZERO_1, script=verified_runs.train_experts)
     assert report.first is None, (report.first, report.cause)
@@ -92,3 +101,16 @@ def test_skipped_steps_of_fp16(tmp_path: Path, script: str) -> None:
 
 def test_a_destroyed_engine_leaves_no_hook(tmp_path: Path) -> None:
     assert run_ranks(1, verified_runs.hooks_left, str(tmp_path / "record")) == [(True, 0)]
+
+
+@pytest.mark.parametrize("fault", [False, pytest.param(True, marks=SLOW)])
+def test_two_engines_are_compared(fault: bool) -> None:
+    """On the ranks of one program, which have their weights and states back afterwards."""
+    answers = run_ranks(
+        2, verified_runs.compare_engines, {"zero_optimization": {"stage": 2}}, fault
+    )
+    named = "local gradient blocks.1.up.weight" if fault else "equal"
+    for first, moved, hooks in answers:
+        assert first == named
+        assert moved and not any(moved)
+        assert not hooks

@@ -161,6 +161,29 @@ FAULTS = [
     ("swapped", 0, "weight", "blocks.1.up.weight", "begin with different weights"),
     ("zero", 1, "gradient", "blocks.1.up.weight", "dropped"),
     ("half_reduced", 0, "gradient", "blocks.1.up.weight", "of its elements differ"),
+    # Of the model.
+    ("no_dropout", 0, "forward", "blocks.1", "computes something else"),
+    ("own_dropout", 2, "forward", "blocks.1", "computes something else"),
+    ("cast", 1, "forward", "blocks.1", "computes something else"),
+    ("detached", 0, "backward", "blocks.1", "the backward of this module"),
+    ("no_residual", 1, "forward", "blocks.1", "computes something else"),
+    ("no_bias", 0, "forward", "blocks.1", "computes something else"),
+    # Of reduced gradients.
+    ("by_gas", 0, "gradient", "blocks.2.down.bias", "number of"),
+    ("first_micro", 0, "gradient", "blocks.1.up.weight", "micro-batch 0 of the step is missing"),
+    ("twice_micro", 0, "gradient", "blocks.1.up.weight", "with these weights"),
+    ("rank_0", 0, "gradient", "blocks.1.up.weight", "data-parallel rank 0 alone"),
+    ("other_step", 0, "gradient", "blocks.1.up.weight", "no sum of"),
+    ("row_lost", 2, "gradient", "blocks.1.up.weight", "elements differ"),
+    ("negative", 1, "gradient", "blocks.1.up.weight", "-1 times"),
+    ("rolled", 0, "gradient", "blocks.1.up.weight", ""),
+    ("float16", 1, "gradient", "blocks.1.up.weight", "rounding of float16"),
+    ("not_a_number", 0, "gradient", "blocks.1.up.weight", "not finite"),
+    # Of norms and updates.
+    ("large_norm", 0, "norm", "the global norm", "count several times"),
+    ("rank_lr", 0, "weight", "", "on rank 1 alone"),
+    ("not_updated", 0, "weight", "blocks.1.up.weight", "has not changed"),
+    ("drift", 0, "weight", "blocks.1.up.weight", "begin with different weights"),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from ds_verify.comparing import Report, compare_folders
-from ds_verify.runs import reference_overrides
+from ds_verify.runs import replay_overrides
 from torch import Tensor, nn
 
 
@@ -250,6 +250,38 @@ def _train(
             engine.step()
 
 
+def compare_engines(config: Mapping[str, Any], fault: bool) -> tuple[str, list[float], int]:
+    """Two engines of one process: ZeRO against none; (the first difference, weights moved, hooks)."""
+    from ds_verify import compare
+
+    import ds_core
+
+    def engine(more: Mapping[str, Any]) -> Any:
+        torch.manual_seed(0)
+        own = {**BASE, **more, "verify": {"role": "compare"}}
+        return ds_core.initialize(model=Net(), config=own)[0]
+
+    ours, theirs = engine(config), engine({})
+    if fault:
+        # As if one layout had scaled a gradient.
+        ours.module.blocks[1].up.weight.register_hook(lambda grad: grad * 1.5)
+    data = torch.Generator().manual_seed(ours.global_rank)
+    batches = [torch.randint(0, 30, (2, 7), generator=data) for _ in range(4)]
+    before = [p.detach().clone() for e in (ours, theirs) for p in e.module.parameters()]
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    report = compare(ours, theirs, batches, loss=loss)
+    after = [p.detach() for e in (ours, theirs) for p in e.module.parameters()]
+    moved = [float((a - b).abs().sum()) for a, b in zip(after, before, strict=True)]
+    hooks = sum(len(m._forward_hooks) for m in theirs.module.modules())
+    for each in (ours, theirs):
+        each.destroy()
+    first = report.first
+    return (f"{first.kind} {first.name}" if first else "equal"), moved, hooks
+
+
 def hooks_left(folder: str) -> tuple[bool, int]:
     """Whether a recorder has hooks on the model, and how many are left of them at the end."""
     import ds_core
@@ -275,13 +307,15 @@ def verify(
     world: int = 2,
     steps: int = 2,
     script: Callable[..., None] = run_script,
+    against: Mapping[str, Any] | None = None,
+    reference_world: int = 1,
 ) -> Report:
     """What ``dscore verify`` does, on the ranks of a pool."""
     subject = folder / "subject"
     section = {"steps": steps, "folder": str(subject)}
     ranks(world, script, config, section)
     facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
-    config = {**config, **reference_overrides(facts, {})}
+    config = replay_overrides(facts, config, against, reference_world)
     for name in ("reference", "perturbed"):
         replay = {
             "role": "replay",
@@ -290,5 +324,5 @@ def verify(
             "steps": steps,
             "perturb": name == "perturbed",
         }
-        ranks(1, script, config, replay)
+        ranks(reference_world, script, config, replay)
     return compare_folders(subject, folder / "reference", folder / "perturbed")

@@ -91,10 +91,10 @@ class PipelineRecorder(Recorder):
         engine = self.ctx.engine
         runner = engine.runner
         engine.runner = WatchedRunner(runner, self.begin_batch)
-        self.ctx.undo(lambda: setattr(engine, "runner", runner))
+        self.undo.append(lambda: setattr(engine, "runner", runner))
         # What a layer draws must not depend on how often its stage was called before.
         seeded, module.seed_layers = module.seed_layers, False
-        self.ctx.undo(lambda: setattr(module, "seed_layers", seeded))
+        self.undo.append(lambda: setattr(module, "seed_layers", seeded))
         for name, layer in (*module.layers.items(), *module.tied.items()):
             self.keep(layer.register_forward_pre_hook(partial(self._seed_layer, name)))
         super().watch()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +83,7 @@ class Recorder:
         self.tensors = Tensors(ctx, self.folder / f"rank{ctx.rank}", section.limit)
         self.calls = self.make_calls()
         self.shared = self.find_shared()
+        self.undo: list[Callable[[], object]] = []
         # Calls of modules in the micro-batch.
         self._times: Counter[str] = Counter()
         # The state of the generators outside of the forward.
@@ -107,7 +108,8 @@ class Recorder:
     # -- hooks on the model ------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Install all hooks on modules and parameters, until the engine is destroyed."""
+        """Install all hooks on modules and parameters, until `close` or the engine's end."""
+        self.ctx.undo(self.close)
         module = self.module
         keep = self.keep
         keep(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
@@ -116,8 +118,14 @@ class Recorder:
         self.watch_params()
 
     def keep(self, handle: Any) -> None:
-        """A hook of torch goes with the engine."""
-        self.ctx.undo(handle.remove)
+        """A hook of torch goes with the recorder."""
+        self.undo.append(handle.remove)
+
+    def close(self) -> None:
+        """Take all hooks back, and record nothing more."""
+        self.done = True
+        while self.undo:
+            self.undo.pop()()
 
     def watch_modules(self, modules: Mapping[str, nn.Module]) -> None:
         """Record outputs of `modules`, and gradients of their inputs."""

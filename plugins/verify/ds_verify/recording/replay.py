@@ -62,6 +62,11 @@ class Replay:
 
     def start(self, recorder: Recorder) -> None:
         """Replay everything, and end the program."""
+        self.run(recorder)
+        raise SystemExit(0)
+
+    def run(self, recorder: Recorder) -> None:
+        """Replay everything. Collective."""
         recorder.write_facts()
         eps = torch.finfo(compute_dtype(recorder.ctx)).eps if self.perturb else 0.0
         for step in range(int(self.facts["steps"])):
@@ -76,7 +81,6 @@ class Replay:
                     f"the recorded step {step} has {len(batch)} micro-batches for this process, "
                     f"which do not make one step of its {recorder.ctx.batch.gas} accumulation steps"
                 )
-        raise SystemExit(0)
 
     def _load_step(self, recorder: Recorder, step: int, eps: float) -> None:
         """Begin a step with what the subject began it with, so that no step inherits differences."""
@@ -105,7 +109,8 @@ class Replay:
         found: dict[tuple[int, int], list[Call]] = {}
         rates: list[float] = []
         for part in mine:
-            calls, rates = read_calls(self.source, part, step)
+            calls, own_rates = read_calls(self.source, part, step)
+            rates = rates or own_rates  # all ranks should have the same
             for call in calls:
                 found.setdefault((call.micro, part), []).append(self._prepared(call, eps))
         # A script with a schedule of its own has set the rates by hand.
@@ -162,10 +167,14 @@ def run_batch(recorder: Recorder, batch: Mapping[tuple[int, int], list[Call]]) -
     rows = [(call.args[0], call.gradients) for calls in batch.values() for call in calls]
     recorder.places = list(batch)  # type: ignore[attr-defined]
     # What was recorded has been through these; the gradients stand in the place of labels.
+    kept = module.batch_fn, module.loss_fn
     module.batch_fn = None
     if module.is_last_stage():
         module.loss_fn = lambda output, gradients: sum(weighted(output, gradients))
-    engine.train_batch(iter(rows))
+    try:
+        engine.train_batch(iter(rows))
+    finally:
+        module.batch_fn, module.loss_fn = kept
 
 
 @torch.no_grad()
