@@ -23,12 +23,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamMini": {"lr": 0.01, "weight_decay": 0.1},
     "ScheduleFreeAdamW": {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 2},
     "SOAP": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 1},
+    "SOAP short": {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "precondition_frequency": 1,
+        "max_precond_dim": 8,
+    },
     "Shampoo": {"lr": 0.01, "weight_decay": 0.1, "precondition_frequency": 2, "damping": 1e-7},
     "Dion": {"lr": 0.01, "weight_decay": 0.1},
     "GaLore": {"lr": 0.01, "weight_decay": 0.1, "rank": 3, "update_proj_gap": 2},
 }
 MATRICES = ("SOAP", "Shampoo", "Dion", "GaLore")
-TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon"}
+IN_FP32 = "SOAP short"
+"""A side that is longer than the other one has directions that gradients have not had. In fp32
+rounding has a say in which they are, so that each layout, and each batch, has others."""
+TYPES = {"NorMuon": "Muon", "AdaMuon": "Muon", "SOAP short": "SOAP"}
 MICROS = 2
 STEPS = 3
 TP = {"tensor_parallel": {"autotp_size": 2}}
@@ -140,7 +149,7 @@ CASES = [
     for clip in (0.0, 0.3)
     if stage or not offload
     # They share what knows of layouts.
-    if clip or kind not in ("Shampoo", "Dion", "GaLore")
+    if kind != IN_FP32 and (clip or kind not in ("Shampoo", "Dion", "GaLore"))
     if not (stage == 3 and layout == "ep tp")
 ]
 SAMPLE = [
@@ -186,20 +195,20 @@ def test_every_layout_trains_as_one_process(
 # In fp32, twice what one process itself is off from fp64 in these steps, where that is more than
 # 1e-6: Newton-Schulz enlarges small singular values (3.4 times in each of its iterations), and with
 # them the rounding of gradients; Adam's first steps, small gradients.
-# SOAP divides by roots of second moments also where gradients have been next to nothing: in the
-# directions that they have not had (more where an expert gets few tokens).
+# SOAP divides by roots of second moments also where gradients are next to nothing, and those of an
+# expert that gets few tokens are of low rank.
 FP32 = {
     "Muon": 2e-5,
     "NorMuon": 1.5e-5,
     "AdaMuon": 4e-6,
     "ScheduleFreeAdamW": 7e-6,
-    "Shampoo": 1.5e-5,
-    "SOAP": 4e-3,
-    "SOAP ep": 5e-2,
+    "Shampoo": 3.5e-5,
+    "SOAP short": 1e-3,
+    "SOAP short ep": 2e-2,
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "SOAP"])
 @pytest.mark.parametrize(
     ("layout", "stage"),
     [
