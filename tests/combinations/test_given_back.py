@@ -102,6 +102,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "recomputed in parts": {
         "activation_checkpointing": {"modules": ["Block"], "partition_activations": True}
     },
+    "reproducible": {"reproducibility": {}},
     "tensor parallel": {"tensor_parallel": {"autotp_size": 2}},
     "sequence parallel": {
         "sequence_parallel": {"size": 2, "inputs": {"input_ids": 1, "labels": 1}}
@@ -205,6 +206,7 @@ PAIRS = [
 ]
 FEW = [("zero 3", "lengths"), ("recomputed", "tensor parallel"), ("layer drop", "random LTD")]
 LOCAL = (
+    "reproducible",
     "layer drop",
     "random LTD",
     "lengths",

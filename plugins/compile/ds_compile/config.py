@@ -100,9 +100,10 @@ class CompileConfig(Section):
     )
 
     def traits(self) -> Iterable[str]:
-        """Each pass by its name; compiled graphs save what they like."""
+        """Each pass by its name; compiled graphs save what they like, and draw by themselves."""
         return [
             Trait.CHANGES_SAVED,
+            *(["compiles"] if self.at_start or self.deepcompile else []),
             *(f"{Trait.COMPILE_PASS}{name.lower()}" for name in self.passes or ()),
         ]
 

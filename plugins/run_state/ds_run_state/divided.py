@@ -7,12 +7,22 @@ declares it as the attribute `DIVIDED`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_core.context import StashKey
+
 DIVIDED = "ds_divided"
 """The attribute of a module: a `Divided`, or None while it is whole."""
+
+PositionsHere = Callable[[int], tuple[int, Sequence[tuple[int, int]]]]
+"""Of a rank that has so many positions of a sequence: the length of the whole sequence, and (first,
+size) of each stretch that is here.
+"""
+
+POSITIONS: StashKey[PositionsHere] = StashKey("positions")
+"""Who divides sequences says here which positions a rank has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_run_state.changes import changing
+from ds_run_state.divided import POSITIONS
 from torch import Tensor, nn
 
 from ds_core.context import StashKey
@@ -46,8 +47,10 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
             root, group, ring=_ring(root, asked, ctx), more=asked.inputs
         )
         ctx.undo(sharded.close)
+        _tell_positions(ctx, sharded.ring, sharded)
     elif asked.inputs:
         _cut_inputs(model, asked, ctx)
+        _tell_positions(ctx, asked.mode == "ring")
     elif not bound:
         log.warning(
             "sequence_parallel: nothing of the model is divided over the %d ranks of sp, which all "
@@ -75,6 +78,20 @@ def _ring(model: Any, asked: SequenceParallelConfig, ctx: Context) -> bool:
     # Tensor parallelism has divided the heads before: a rank has heads / tp to exchange.
     tp = ctx.mesh.size("tp") if ctx.mesh.has("tp") else 1
     return bool(heads // tp < ctx.mesh.size("sp"))
+
+
+def _tell_positions(ctx: Context, ring: bool, sharded: ShardedModel | None = None) -> None:
+    """Say which positions this rank has. See `ds_run_state.divided.POSITIONS`."""
+    rank = ctx.mesh.index("sp")
+    ranks = ctx.mesh.size("sp")
+
+    def here(count: int) -> tuple[int, Sequence[tuple[int, int]]]:
+        inputs = sharded.inputs if sharded is not None else None
+        # Only a transformers model may have parts of other sizes, which its forward knows.
+        layout = Layout(count * ranks, ranks, ring) if inputs is None else inputs.layout
+        return layout.length, [(first, end - first) for first, end in layout.pieces(rank)]
+
+    ctx.stash[POSITIONS] = here
 
 
 def _cut_inputs(model: nn.Module, asked: SequenceParallelConfig, ctx: Context) -> None:

@@ -1,0 +1,1 @@
+from ds_reproducibility.initialization import named_draws as named_draws
