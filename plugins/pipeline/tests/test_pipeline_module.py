@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -284,3 +286,13 @@ def test_replicas_and_ties_are_equal_from_the_start(zero: int) -> None:
             assert all(torch.equal(told[a][when][n], told[b][when][n]) for n in told[a][when])
         tied = [t[when]["tied.embed.weight"] for t in told]
         assert all(torch.equal(tied[0], t) for t in tied)
+
+
+def test_overrides_stand_in_place_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script with two stages and chunks runs in one process when the environment says so."""
+    overrides = json.dumps({"pipeline": {"stages": 1, "chunks": 1}}).encode()
+    monkeypatch.setenv("DS_CONFIG_OVERRIDES", base64.urlsafe_b64encode(overrides).decode())
+    from ds_pipeline import PipelineModule
+
+    model = PipelineModule([nn.Linear(2, 2) for _ in range(4)], num_stages=2, chunks=2)
+    assert (model.num_stages, model.chunks, len(model.layers)) == (1, 1, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ Against = Annotated[
 ]
 AgainstWorld = Annotated[
     int, typer.Option(min=1, help="Processes of the layout that --against names.")
+]
+AgainstArguments = Annotated[
+    str, typer.Option(help='Words that SCRIPT gets after its own in the reference: "--ep 1".')
 ]
 Limit = Annotated[
     float, typer.Option(min=1, help="Ratio to rounding above which a tensor is different.")
@@ -48,6 +52,7 @@ def verify(
     config: Config = None,
     against: Against = "one",
     against_world: AgainstWorld = 1,
+    against_arguments: AgainstArguments = "",
     limit: Limit = 8.0,
     module: Module = False,
     as_json: Json = None,
@@ -78,6 +83,7 @@ def verify(
                 against=None if against == "one" else _keys(Path(against)),
                 section={"steps": steps},
                 reference_world=against_world,
+                reference_arguments=shlex.split(against_arguments),
             )
             from ds_verify.comparing import compare_folders
 

@@ -11,8 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +140,25 @@ def make_runs(
     against: Mapping[str, Any] | None,
     section: Mapping[str, Any],
     reference_world: int = 1,
+    reference_arguments: Sequence[str] = (),
 ) -> tuple[Path, Path, Path]:
     """Make the three runs; gives the folders of subject, reference and perturbed reference.
 
     config: keys that the subject's config gets, in place of its own.
     against: those of the reference's layout; None: one process.
     section: of ``verify``.
+    reference_arguments: words after the script's own, where it divides its model by itself.
     """
     subject = folder / "subject"
     role = {"verify": {**section, "role": "record"}}
     start_run(script, world, {**config, **role}, subject).wait("the run")
     facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
     overrides = replay_overrides(facts, config, against, reference_world)
+    again = replace(script, arguments=(*script.arguments, *reference_arguments))
     started = []
     for name, perturb in (("reference", False), ("perturbed", True)):
         role = {"verify": {**section, "role": "replay", "source": str(subject), "perturb": perturb}}
-        started.append(start_run(script, reference_world, {**overrides, **role}, folder / name))
+        started.append(start_run(again, reference_world, {**overrides, **role}, folder / name))
     for run, name in zip(started, ("the reference", "the perturbed reference"), strict=True):
         run.wait(name)
     return subject, started[0].folder, started[1].folder

@@ -105,11 +105,7 @@ class PipelineModule(LayerFiles, nn.Module):
         example: Any = None,
     ) -> None:
         super().__init__()
-        given = overridden()
-        if "stages" in given:
-            num_stages = given["stages"]
-            topology = None
-        chunks = given.get("chunks", chunks)
+        num_stages, topology, chunks = _as_overridden(num_stages, topology, chunks)
         if num_stages is None and topology is None:
             raise UsageError("PipelineModule needs num_stages or topology")
         self.num_stages = int(num_stages if num_stages is not None else topology.get_dim("pipe"))  # type: ignore[union-attr]
@@ -426,3 +422,14 @@ def _distributed() -> tuple[int, int]:
         return comm.rank(), comm.world_size()
     where = comm.find_rendezvous(os.environ)
     return (where.rank, where.world_size) if where is not None else (0, 1)
+
+
+def _as_overridden(
+    stages: int | None, topology: ProcessTopology | None, chunks: int
+) -> tuple[int | None, ProcessTopology | None, int]:
+    """What DS_CONFIG_OVERRIDES puts in the place of these arguments."""
+    given = overridden()
+    if "stages" in given:
+        stages = given["stages"]
+        topology = None
+    return stages, topology, given.get("chunks", chunks)
