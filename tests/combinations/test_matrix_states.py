@@ -27,6 +27,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 SAMPLES = 8
 
+# Runs of four to eight processes each; short cases are in test_optimizer_layouts.py.
+pytestmark = pytest.mark.slow
+
 
 def model() -> Any:
     """Widths that divide by nothing; the last part is used in every second step."""
@@ -112,7 +115,7 @@ ROUTES = [
 
 @pytest.mark.parametrize(
     ("kind", "route"),
-    [pytest.param(*case, marks=() if case == ROUTES[0] else pytest.mark.slow) for case in ROUTES],
+    ROUTES,
 )
 def test_frozen_and_seldom_used_matrices_count_their_own_updates(
     kind: str, route: tuple[str, str], tmp_path: Path
@@ -124,7 +127,7 @@ def test_frozen_and_seldom_used_matrices_count_their_own_updates(
         assert float(off.abs().max()) <= 1e-9, name
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_masters_of_16_bit_weights_follow_one_process(kind: str, tmp_path: Path) -> None:
     wanted = follow(kind, ("one", "one"), tmp_path / "one", "bfloat16")
     found = follow(kind, ("z3 offload", "tp z2"), tmp_path / "ranks", "bfloat16")
