@@ -221,8 +221,11 @@ class Recording:
 
     def sent(self, label: str, tensor: Tensor) -> None:
         """A collective takes `tensor` from this rank."""
-        # Between forwards and backwards come the program's own collectives, which have no label.
-        if label or self._inside or in_backward():
+        # A backward may come through several engines, of which a replay runs one.
+        if self.ctx.engine.partitioner.gradient_hooks.joint is not None:
+            return
+        # After a backward come the last reductions, and the program's own collectives.
+        if self._inside or in_backward() or label.startswith("gradients"):
             self.trace.add(Kind.SENT, label or "a message", tensor, self.backward)
 
     def add_weights(self, trace: Trace) -> None:

@@ -23,6 +23,7 @@ from ds_core.errors import ConfigError
 sys.path.insert(0, str(Path(__file__).parent))
 
 import replayed_runs
+import unusual_loops
 from replayed_runs import Outcome
 
 
@@ -177,6 +178,15 @@ def test_a_replayed_transformer_is_the_same(case: str) -> None:
     ranks, kind, sections = TRANSFORMERS[case]
     answers = run_ranks(ranks, replayed_runs.compared_transformer, kind, sections)
     assert answers == [["3 replays"]] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "replays"), [("interrupted", 6), ("joint", 8)])
+def test_a_replayed_loop_with_more_in_it_is_the_same(
+    tmp_path: Path, loop: str, replays: int
+) -> None:
+    answers = run_ranks(2, unusual_loops.compared, loop, str(tmp_path))
+    assert answers == [(True, replays, [])] * 2
 
 
 def test_a_skipped_step_is_followed_by_one_that_is_replayed() -> None:
