@@ -34,6 +34,7 @@ FOUND = {
         "moved=stage"
     ),
     "experts under autocast": "ep=experts precision=autocast",
+    "experts in compiled blocks": "compile=at_start ep=ep tp=tp stage=z3",
     "collectives in compiled blocks": "compile=at_start sp=ulysses stage=z3",
 }
 SAMPLE = {
@@ -72,7 +73,9 @@ def test_refused_pairs_are_refused_by_messages_that_name_both() -> None:
         row = Rules(NAMES, others, possible).complete(dict(pair))
         assert row is not None, pair
         message = verdicts.refusal(row)
-        assert message, f"{sorted(pair)} is no longer refused: python tests/matrix/matrix.py --learn"
+        assert message, (
+            f"{sorted(pair)} is no longer refused: python tests/matrix/matrix.py --learn"
+        )
         assert verdicts.names_both(pair, message), message
 
 

@@ -65,6 +65,20 @@ def dispatch(
     Differentiable in tokens, weights, and what `run` uses. Collective over `group`, forward and
     backward; each rank may have another number of tokens, also 0.
     """
+    if torch.compiler.is_compiling():
+        # A graph ends here: how many rows each expert gets depends on values.
+        outside: Tensor = torch.compiler.disable(dispatch)(
+            tokens,
+            experts,
+            weights,
+            run,
+            num_experts=num_experts,
+            group=group,
+            weigh=weigh,
+            kernels=kernels,
+            meanwhile=meanwhile,
+        )
+        return outside
     # 1. Which rows, in which order; this is the only sort of a dispatch.
     there = _serving("expert_plan", plan, kernels, experts)(experts, num_experts)
     flat = weights.to(tokens.dtype).reshape(-1)
