@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ds_core import comm
 from ds_core.comm import Interceptor
 from ds_core.comm.interceptor import OPERATIONS
-from ds_core.gradients import Origin
 from ds_numerics.events import (
     Backward,
     Buffers,
@@ -196,7 +195,8 @@ class Recording:
 
     def _plan(self) -> Any:
         hooks = self.ctx.engine.partitioner.gradient_hooks
-        plan = hooks.plan if hooks.origin is not Origin.NONE else hooks.accumulation.plan
+        # Nobody's backward has the origin 0.
+        plan = hooks.plan if hooks.origin else hooks.accumulation.plan
         if plan.keep_local:
             self.refusal = "gradients were kept back by no_sync() or coalesce_grad_reduction()"
         return plan

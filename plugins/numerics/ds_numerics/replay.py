@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_core.errors import UsageError
-from ds_core.gradients import REDUCE
+from ds_core.gradients import BackwardPlan
 from ds_core.precision import forward_context
 from ds_numerics.events import Backward, Event, Forward, RandomStates, cut_off
 from ds_numerics.trace import Checksums, Kind, Trace, lacking
@@ -62,7 +62,7 @@ class Passes:
                     _forward(recording, event)
                 else:
                     _backward(recording, event, _used_later(recording.events, place))
-            partitioner.finish(REDUCE)
+            partitioner.finish(BackwardPlan(reduce=True))
             self._buffers = _copies_of_buffers(recording)
         partitioner.gradients()
         shards = list(partitioner.gradient_shards())
