@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import models as m
 from ds_testing import run_ranks
+from ds_testing.kits.matrix.covering import Row, Rules, cover
 
 from ds_core.errors import UsageError
 
@@ -139,19 +140,46 @@ def trained(
     }
 
 
-CASES = [
-    (layout, kind, world, stage, offload, clip)
-    for layout in LAYOUTS
-    for kind in KINDS
-    for world in ((4,) if layout == "ep tp" else (2, 4))
-    for stage in range(4)
-    for offload in (False, True)
-    for clip in (0.0, 0.3)
-    if stage or not offload
-    # They share what knows of layouts.
-    if kind != IN_FP32 and (clip or kind not in ("Shampoo", "Dion", "GaLore"))
-    if not (stage == 3 and layout == "ep tp")
-]
+FEATURES = {
+    "layout": tuple(LAYOUTS),
+    "kind": tuple(kind for kind in KINDS if kind != IN_FP32),
+    "stage": ("0", "1", "2", "3"),
+    "world": ("2", "4"),
+    "offload": ("", "cpu"),
+    "clip": ("0.0", "0.3"),
+}
+
+
+def _possible(row: Row) -> bool:
+    if row.get("layout") == "ep tp" and (row.get("world") == "2" or row.get("stage") == "3"):
+        return False
+    return row.get("stage") != "0" or not row.get("offload")
+
+
+def every_case() -> list[tuple[str, str, int, int, bool, float]]:
+    """Each layout with each kind at each stage once; in turn on two and four ranks, with and
+    without offload and clipping.
+    """
+    wanted = {
+        frozenset({("layout", layout), ("kind", kind), ("stage", stage)})
+        for layout in LAYOUTS
+        for kind in FEATURES["kind"]
+        for stage in FEATURES["stage"]
+    }
+    return [
+        (
+            row["layout"],
+            row["kind"],
+            int(row["world"]),
+            int(row["stage"]),
+            bool(row["offload"]),
+            float(row["clip"]),
+        )
+        for row in cover(Rules(FEATURES, possible=_possible), wanted)
+    ]
+
+
+CASES = every_case()
 SAMPLE = [
     ("dp", "Muon", 2, 1, False, 0.3),
     ("dp", "Lamb", 2, 3, True, 0.0),
