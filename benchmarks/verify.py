@@ -4,7 +4,7 @@ A small GPT trains on two ranks at ZeRO 2, plainly and under verification, with 
 steps. The difference in CPU time of all processes is what the steps cost: starts fall out, and a
 busy machine changes little.
 
-    python benchmarks/verify.py [--few 2] [--more 8] [--width 256]
+    python benchmarks/verify.py [--few 2] [--more 32] [--width 128]
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def seconds(words: list[str], folder: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--few", type=int, default=2)
-    parser.add_argument("--more", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--more", type=int, default=32)
+    parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
