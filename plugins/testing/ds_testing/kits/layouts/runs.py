@@ -22,12 +22,12 @@ class Layout:
     """Where the parts of a model lie.
 
     axes: of the kit's own plugin, tp, ep and pp.
-    sections: of the config, such as a ZeRO stage.
+    config: its sections, such as a ZeRO stage.
     """
 
     world: int
     axes: Mapping[str, int] = field(default_factory=dict)
-    sections: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cut(self) -> bool:
@@ -37,7 +37,7 @@ class Layout:
     @property
     def zero(self) -> bool:
         """Whether it is one of ZeRO's."""
-        return "zero_optimization" in self.sections
+        return "zero_optimization" in self.config
 
 
 def _zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def start(layout: Layout, wanted: Wanted, dtype: str, load: Sequence[str], kit: 
         "optimizer": {"type": name, "params": params},
         "plugins": {"load": [LOAD, *load]},
         "cut_axes": {"axes": dict(axes)},
-        **layout.sections,
+        **layout.config,
     }
     engine, *_ = ds_core.initialize(model=model, config=config)
     return engine
