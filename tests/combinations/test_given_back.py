@@ -235,6 +235,7 @@ REFUSED = {
         "one bit",
     ): "reduces gradients by itself, and so does plugin 'sparse_gradients'",
     ("tensor parallel", "sequence parallel"): "sp 2 must divide dp 1",
+    ("random LTD", "sequence parallel"): "random_ltd.enabled: does not go with sequence_parallel",
 }
 """What is said of pairs that two ranks cannot have; of all others `initialize` says nothing."""
 
