@@ -29,6 +29,8 @@ class Value:
     with_engine: bool = False
     # How far weights may be from the reference, as a part of the way that they went; 0: rounding.
     within: float = 0.0
+    # The same in less than fp64, where what it does makes small differences large.
+    unsteady: float = 0.0
     # Why, for the table.
     note: str = ""
 
@@ -262,9 +264,15 @@ FEATURES: Mapping[str, Mapping[str, Value]] = {
             words=("random_ltd", "data_efficiency"),
             with_engine=True,
         ),
-        "curriculum": Value({"curriculum_learning": CURRICULUM}, words=("curriculum_learning",)),
+        "curriculum": Value(
+            {"curriculum_learning": CURRICULUM}, words=("curriculum_learning",), with_engine=True
+        ),
         "quantised": Value(
-            {"compression_training": QUANTISED}, words=("compression_training",), with_engine=True
+            {"compression_training": QUANTISED},
+            words=("compression_training",),
+            with_engine=True,
+            unsteady=0.1,
+            note="in 16 bits only: values between two of the 16 levels of a weight round up or down",
         ),
     },
 }

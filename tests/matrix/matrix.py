@@ -21,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import table  # noqa: E402
 import verdicts  # noqa: E402
 from ds_testing import run_ranks  # noqa: E402
 from ds_testing.kits.matrix.covering import (  # noqa: E402
@@ -32,13 +33,12 @@ from ds_testing.kits.matrix.covering import (  # noqa: E402
 )
 from features import NAMES, NUMERIC, possible  # noqa: E402
 
-REFUSED = HERE / "refused.json"
 GOOD = ("exact", "documented")
 
 
 def known(results: Path | None = None) -> list[Combination]:
     """The pairs that are known to be refused: by the config, and by runs in `results`."""
-    rows = json.loads(REFUSED.read_text(encoding="utf-8")) if REFUSED.exists() else []
+    rows = table.read(table.REFUSED)
     if results is not None:
         rows += [row for row in read(results).values() if row["kind"] == "refused"]
     pairs = [frozenset((name, value) for name, value in row["pair"]) for row in rows]
@@ -107,18 +107,21 @@ def line(result: Mapping[str, Any]) -> str:
     return f"{result['s']:5.1f} s {result['kind']:10} {result['title']}: {told}{at}"
 
 
-def write_refused() -> None:
-    """Find the pairs that the config refuses, and keep them."""
+def learn_refused() -> None:
+    """Find the pairs that the config refuses, and keep them beside those that runs have found."""
     found = verdicts.learn(Rules(NAMES, (), possible))
-    rows = [
+    entries = [
         {
             "pair": sorted(pair),
             "names both": verdicts.names_both(pair, message),
             "message": message,
+            "by": "config",
         }
-        for pair, message in sorted(found.items(), key=lambda item: sorted(item[0]))
+        for pair, message in found.items()
     ]
-    REFUSED.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    entries += [entry for entry in table.read(table.REFUSED) if entry["by"] == "initialize"]
+    table.REFUSED.unlink(missing_ok=True)
+    table.keep_refused(entries)
 
 
 def main() -> int:
@@ -129,9 +132,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("build/matrix.jsonl"))
     parser.add_argument("--only", help="rows whose title holds this")
     parser.add_argument("--learn", action="store_true", help="write refused.json anew, and end")
+    parser.add_argument("--write", action="store_true", help="keep the results, write the page")
     arguments = parser.parse_args()
     if arguments.learn:
-        write_refused()
+        learn_refused()
+        return 0
+    if arguments.write:
+        table.write(list(read(arguments.results).values()))
         return 0
     place, count = map(int, arguments.shard.split("/"))
     arguments.results.parent.mkdir(parents=True, exist_ok=True)

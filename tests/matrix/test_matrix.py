@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import matrix
+import table
 import verdicts
 from ds_testing import run_ranks
-from ds_testing.kits.matrix.covering import Rules, combinations, cover
+from ds_testing.kits.matrix.covering import Combination, Rules, combinations, cover
 from features import FEATURES, NAMES, possible
 
 
@@ -34,6 +34,7 @@ FOUND = {
         "moved=stage"
     ),
     "experts under autocast": "ep=experts precision=autocast",
+    "frozen parameters in tiles, gathered for each module": "trained=thawed stage=z3 sp=tiled",
     "experts in compiled blocks": "compile=at_start ep=ep tp=tp stage=z3",
     "collectives in compiled blocks": "compile=at_start sp=ulysses stage=z3",
 }
@@ -67,8 +68,11 @@ def test_a_wrong_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_refused_pairs_are_refused_by_messages_that_name_both() -> None:
-    for entry in json.loads(matrix.REFUSED.read_text(encoding="utf-8")):
-        pair = frozenset((name, value) for name, value in entry["pair"])
+    for entry in table.read(table.REFUSED):
+        pair = table.pair_of(entry)
+        assert entry["names both"], entry
+        if entry["by"] != "config":
+            continue  # `initialize` refuses it: test_pairs_that_initialize_refuses
         others = [other for other in matrix.known() if other != pair]
         row = Rules(NAMES, others, possible).complete(dict(pair))
         assert row is not None, pair
@@ -77,6 +81,31 @@ def test_refused_pairs_are_refused_by_messages_that_name_both() -> None:
             f"{sorted(pair)} is no longer refused: python tests/matrix/matrix.py --learn"
         )
         assert verdicts.names_both(pair, message), message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pair",
+    [table.pair_of(entry) for entry in table.read(table.REFUSED) if entry["by"] != "config"],
+    ids=lambda pair: " ".join("=".join(choice) for choice in sorted(pair)),
+)
+def test_pairs_that_initialize_refuses(pair: Combination, tmp_path: Path) -> None:
+    others = [other for other in matrix.known() if other != pair]
+    row = Rules(NAMES, others, possible).complete(dict(pair))
+    assert row is not None
+    verdict = verdicts.judge(run_ranks, row, tmp_path)
+    assert verdict["kind"] == "refused", verdict
+    assert verdicts.names_both(pair, verdict["message"]), verdict["message"]
+
+
+def test_every_pair_has_a_verdict() -> None:
+    assert sorted(map(sorted, table.without_verdict())) == []
+
+
+def test_the_page_is_that_of_the_verdicts() -> None:
+    assert table.PAGE.read_text(encoding="utf-8") == table.page(), (
+        "run python tests/matrix/matrix.py --write"
+    )
 
 
 # -- the rows --------------------------------------------------------------------------------------

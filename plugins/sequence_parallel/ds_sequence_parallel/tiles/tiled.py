@@ -263,7 +263,9 @@ def _gradients(
             t.requires_grad_() for t, grad in zip(tiles, cut, strict=True) if grad is not None
         ]
         with torch.enable_grad():
-            out = run.fn(*tiles)
+            # Views, as hooks on several gradients (ZeRO-3's, of modules with frozen parameters)
+            # cannot ask about leaves inside of autograd.grad.
+            out = run.fn(*(t.view_as(t) if t.requires_grad else t for t in tiles))
         _check(run, out, size)
         # Every tile uses the same parameters, so the first is enough.
         if first == 0:
