@@ -14,7 +14,7 @@ import pytest
 import torch
 from ds_numerics.trace import Checksums, Kind, checksum
 from ds_numerics.verdict import Odd, describe, find
-from ds_testing import ObserverConformance, PluginConformance, run_ranks
+from ds_testing import ObserverConformance, run_ranks
 from ds_testing.pool import RemoteError
 from ds_testing.truth import same
 
@@ -25,13 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import replayed_runs
 import unusual_loops
 from replayed_runs import Outcome
-
-
-class TestDeclaration(PluginConformance):
-    entry_point = "ds_numerics.plugin"
-    section = "numerics"
-    good_config: ClassVar[Any] = {"every": 50, "action": "repair"}
-    bad_configs: ClassVar[Any] = [{"every": 0}, {"every": 1.5}, {"action": "mend"}, {"often": 1}]
 
 
 class TestObserver(ObserverConformance):

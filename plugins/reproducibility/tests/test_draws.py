@@ -18,19 +18,12 @@ import pytest
 import torch
 from dropping_models import DEALT, MICRO, Layer, Net, batch, gpt2, ids, trained
 from ds_pipeline import LayerSpec, PipelineModule, TiedLayerSpec
-from ds_testing import PluginConformance
 from ds_testing.truth import difference, same, start, train, whole_weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_core.errors import ConfigError, UsageError
-
-
-class TestPlugin(PluginConformance):
-    entry_point = "ds_reproducibility.plugin"
-    section = "reproducibility"
-    good_config = {"seed": 5, "samples": "blocks"}  # noqa: RUF012
 
 
 def engine_of(model: nn.Module, **config: Any) -> Any:

@@ -6,14 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ds_zero  # noqa: F401  what the runs need, beside what ds-verify declares
 import pytest
 import torch
 from ds_command_kit.app import make_app
 from ds_run_state.slices import Box
-from ds_testing import CommandConformance, PluginConformance, run_ranks
+from ds_testing import CommandConformance, run_ranks
 from ds_verify.page import make_page
 from ds_verify.recording.records import decode, encode
 from ds_verify.recording.sampling import sample_box, sample_range, sample_size
@@ -38,20 +38,6 @@ BF16 = {
 OFFLOAD = {"offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}
 CLEAN: dict[str, dict[str, Any]] = {**ZERO, **BF16, **OFFLOAD}
 FAST = ("stage 1", "stage 3, all sharded", "bf16, stage 3")
-
-
-class TestDeclaration(PluginConformance):
-    entry_point = "ds_verify.plugin"
-    section = "verify"
-    good_config: ClassVar[Any] = {
-        "role": "replay",
-        "folder": "here",
-        "source": "there",
-        "steps": 2,
-        "seed": 3,
-        "perturb": True,
-        "limit": 1000,
-    }
 
 
 class TestCommand(CommandConformance):
