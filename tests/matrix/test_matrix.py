@@ -52,6 +52,37 @@ def test_a_row_trains_as_one_process(name: str, tmp_path: Path) -> None:
     assert verdict["kind"] == "exact", verdict
 
 
+# The last was once given compiled code of the others' classes, divided in another way.
+IN_TURN = (
+    (
+        "tp=tp sp=tiled pp=interleaved optimizer=Lamb precision=bf16 gas=4 trained=thawed "
+        "compile=at_start comm=overlap moved=same routing=curriculum"
+    ),
+    (
+        "stage=z3 offload=optimizer ep=ep pp=zero_bubble optimizer=Lamb "
+        "precision=autocast gas=1 trained=thawed compile=at_start wires=hpZ "
+        "routing=curriculum"
+    ),
+    (
+        "sp=ulysses ep=experts pp=zero_bubble optimizer=ScheduleFreeAdamW clip=clip gas=4 "
+        "trained=thawed groups=two recompute=in_parts compile=at_start moved=stage "
+        "routing=curriculum"
+    ),
+    (
+        "stage=z2 offload=super sp=tiled pp=interleaved optimizer=Adagrad "
+        "precision=autocast clip=clip trained=thawed groups=two recompute=in_parts "
+        "compile=at_start comm=overlap routing=curriculum"
+    ),
+)
+
+
+@pytest.mark.slow
+def test_engines_of_one_process_leave_each_other_no_compiled_code(tmp_path: Path) -> None:
+    for number, text in enumerate(IN_TURN):
+        verdict = verdicts.judge(run_ranks, row_of(text), tmp_path / str(number))
+        assert verdict["kind"] == "exact", (text, verdict)
+
+
 def test_a_wrong_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trial
 

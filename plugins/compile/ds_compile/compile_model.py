@@ -139,6 +139,9 @@ def compile_model(
             partitioner.gather_whole(module)
     compiled = ctx.stash[COMPILED] = Compiled(modules, backend, options, later)
     compiled.use(passes)
+    # torch keeps compiled code with functions, for the process: a later engine of the same classes,
+    # divided in another way, was once given code of this one.
+    ctx.undo(torch.compiler.reset)
     names = [name or type(engine.module).__name__ for name in modules]
     shown_names = ", ".join(names[:3]) + (f" ... {names[-1]}" if len(names) > 3 else "")
     log_once(
