@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,34 +123,6 @@ class Buffers:
 def version_of(tensor: Tensor) -> int:
     """How often `tensor` was written to; those of inference mode are never."""
     return 0 if tensor.is_inference() else int(tensor._version)
-
-
-def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item)
-
-
-def replace_leaves(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each of `leaves` replaced, in the same order.
-
-    Mappings are changed in place, so that the output of a model of transformers stays what it is.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = replace_leaves(value[key], change)
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [replace_leaves(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def cut_off(value: Any) -> Any:

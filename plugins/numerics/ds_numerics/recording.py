@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_run_state.changes import leaves, replace_leaves
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -23,8 +24,6 @@ from ds_numerics.events import (
     Forward,
     Kept,
     RandomStates,
-    leaves,
-    replace_leaves,
 )
 from ds_numerics.trace import Kind, Trace
 

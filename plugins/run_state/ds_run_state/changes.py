@@ -1,5 +1,5 @@
 """Changes of a model that are taken back when its run ends; a forward in the place of a module's
-own.
+own; the tensors in what a module is given and gives.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -238,3 +238,34 @@ def _set_back(held: Place, key: Any, changed: Any, before: Any) -> None:
 def _set_class(module: nn.Module, changed: type, before: type) -> None:
     if type(module) is changed:
         module.__class__ = before
+
+
+# -- the tensors in arguments and outputs ---------------------------------------------------------
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+
+
+def replace_leaves(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with each of `leaves` replaced, in the same order.
+
+    Mappings are changed in place, so that the output of a model of transformers stays what it is.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        for key in list(value):
+            value[key] = replace_leaves(value[key], change)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [replace_leaves(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from ds_run_state import RunState
 from ds_run_state.blocks import repeated_blocks
+from ds_run_state.changes import leaves, replace_leaves
 from ds_run_state.states import StateTensor
 from torch import Tensor, nn
 
 from ds_verify.recording.calls import Calls
-from ds_verify.recording.records import Entry, leaves, replace_leaves
+from ds_verify.recording.records import Entry
 from ds_verify.recording.tensors import Place, Tensors, divided, name_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ step), ``callsN.*`` (what is replayed) and ``done`` when the last step is there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -194,31 +194,3 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
         return getattr(torch, inner)
     items = [decode(item, get) for item in inner]
     return items if kind == "list" else tuple(items)
-
-
-def leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item)
-
-
-def replace_leaves(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each of `leaves` replaced, in the same order.
-
-    Mappings are changed in place, so that the output of a model of transformers stays what it is.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = replace_leaves(value[key], change)
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [replace_leaves(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from ds_run_state import RunState
+from ds_run_state.changes import leaves
 from torch import Tensor
 
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves, to_device
 from ds_verify.recording.calls import Call, read_calls
 from ds_verify.recording.recorder import Recorder, compute_dtype
-from ds_verify.recording.records import leaves
 
 if TYPE_CHECKING:
     from ds_verify.config import Verify
