@@ -14,7 +14,7 @@ from ds_optimizer_kit import MatrixOptimizer
 from torch import Tensor
 
 from ds_optimizers.base import check_common
-from ds_optimizers.matrices.factors import SIDES, gram
+from ds_optimizers.matrices.factors import cost_of_factors, gram, sides_with_factors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -60,7 +60,7 @@ class Shampoo(MatrixOptimizer):
 
     def cost(self, rows: int, columns: int) -> float:
         """Products with the roots, and those of the factors."""
-        return float(rows * columns * (rows + columns))
+        return cost_of_factors(rows, columns)
 
     def update(
         self,
@@ -71,8 +71,7 @@ class Shampoo(MatrixOptimizer):
     ) -> Float[Tensor, "n rows columns"]:
         """See `MatrixOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        longest = group["max_precond_dim"]
-        sides = [s for s, dim in SIDES.items() if stack.shape[dim] <= longest]
+        sides = sides_with_factors(stack, group["max_precond_dim"])
         # 1. The factors, and at times their roots.
         for side in sides:
             square = gram(stack, side)

@@ -9,7 +9,7 @@ from ds_optimizer_kit import MatrixOptimizer
 from torch import Tensor
 
 from ds_optimizers.base import check_common
-from ds_optimizers.matrices.factors import SIDES, gram
+from ds_optimizers.matrices.factors import SIDES, cost_of_factors, gram, sides_with_factors
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -51,7 +51,7 @@ class SOAP(MatrixOptimizer):
 
     def cost(self, rows: int, columns: int) -> float:
         """Six products with a basis, and those of the factors."""
-        return float(rows * columns * (rows + columns))
+        return cost_of_factors(rows, columns)
 
     def update(
         self,
@@ -62,8 +62,7 @@ class SOAP(MatrixOptimizer):
     ) -> Float[Tensor, "n rows columns"]:
         """See `MatrixOptimizer.update`."""
         beta1, beta2 = group["betas"]
-        longest = group["max_precond_dim"]
-        sides = [s for s, dim in SIDES.items() if stack.shape[dim] <= longest]
+        sides = sides_with_factors(stack, group["max_precond_dim"])
         if step == 1:
             for side in sides:
                 factor = (1 - beta2) * gram(stack, side)
