@@ -129,7 +129,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self._check_layers(len(specs))
         self.parts = self._partition(specs, example)
         self._check_shared(specs)
-        self._sections_of_layers = sections_of(specs)
+        self._sections_of_others = sections_of(self._of_other_stages(specs))
         self.layers = nn.ModuleDict()
         self.tied = nn.ModuleDict()
         self._chunks = [
@@ -150,10 +150,10 @@ class PipelineModule(LayerFiles, nn.Module):
     @property
     def ds_sections(self) -> Mapping[str, Mapping[str, Any]]:
         """The section that loads the plugin and sets the size of its axis, and those for which
-        layers ask.
+        layers of other stages ask.
         """
         own = {"pipeline": {"stages": self.num_stages, "chunks": self.chunks}}
-        return {**self._sections_of_layers, **own}
+        return {**self._sections_of_others, **own}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -211,6 +211,9 @@ class PipelineModule(LayerFiles, nn.Module):
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+
+    def _of_other_stages(self, specs: Sequence[Layer]) -> list[Layer]:
+        return [spec for i, spec in enumerate(specs) if self.stage_owner(i) != self.stage_id]
 
     def _check_shared(self, specs: Sequence[Layer]) -> None:
         """Raise UsageError for a module in two stages: its weight would silently become two."""

@@ -131,8 +131,10 @@ def count_parameters(spec: Any) -> int:
 
 
 def sections_of(specs: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """The sections of a config for which layers ask by ``ds_sections``, those of other stages
-    too: all ranks load the same plugins, and have the same mesh.
+    """The sections of a config for which layers ask by ``ds_sections``.
+
+    Each stage takes over those of the others: all ranks load the same plugins, and have the same
+    mesh.
     """
     found: dict[str, dict[str, Any]] = {}
     for spec in _unlike(specs):
