@@ -4,6 +4,7 @@ which a refusal names it, and what its runs are compared with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,13 +286,16 @@ NUMERIC = ("stage", "tp", "sp", "ep", "pp", "optimizer", "precision", "clip", "g
 NAMES: Mapping[str, tuple[str, ...]] = {name: tuple(values) for name, values in FEATURES.items()}
 
 
+def ranks_together(row: Row) -> int:
+    """How many ranks work on one sample."""
+    return math.prod(FEATURES[name][value].ranks for name, value in row.items())
+
+
 def possible(row: Row) -> bool:
     """Whether so many ranks are enough, with two that have data of their own where these divide
     something.
     """
-    ranks = 1
-    for name, value in row.items():
-        ranks *= FEATURES[name][value].ranks
+    ranks = ranks_together(row)
     experts = row.get("ep") == "ep"
     blocks = row.get("wires", "none") in ("hpZ", "MiCS")
     if experts or row.get("wires", "none") != "none":

@@ -8,7 +8,6 @@ are kept in refused.json: they are in no row, and each is tried by itself.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
 import sys
@@ -30,10 +29,9 @@ from ds_testing.kits.matrix.covering import (  # noqa: E402
     Rules,
     combinations,
     cover,
+    held,
 )
 from features import NAMES, NUMERIC, possible  # noqa: E402
-
-GOOD = ("exact", "documented")
 
 
 def known(results: Path | None = None) -> list[Combination]:
@@ -41,7 +39,7 @@ def known(results: Path | None = None) -> list[Combination]:
     rows = table.read(table.REFUSED)
     if results is not None:
         rows += [row for row in read(results).values() if row["kind"] == "refused"]
-    pairs = [frozenset((name, value) for name, value in row["pair"]) for row in rows]
+    pairs = map(table.pair_of, rows)
     return [pair for pair in pairs if len(pair) == 2]
 
 
@@ -50,7 +48,7 @@ def rows(results: Path, triples: bool) -> list[dict[str, str]]:
     core.
     """
     refused = known(results)
-    done = [row["row"] for row in read(results).values() if row["kind"] in GOOD]
+    done = [row["row"] for row in read(results).values() if row["kind"] in table.GOOD]
     found = _left(Rules(NAMES, refused, possible), done, 2)
     if triples:
         core = {name: NAMES[name] for name in NUMERIC}
@@ -64,11 +62,9 @@ def rows(results: Path, triples: bool) -> list[dict[str, str]]:
 
 def _left(rules: Rules, done: Sequence[Row], strength: int) -> list[dict[str, str]]:
     had = {
-        frozenset(choices)
+        some
         for row in done
-        for choices in itertools.combinations(
-            [(name, row[name]) for name in rules.features if name in row], strength
-        )
+        for some in held({n: row[n] for n in rules.features if n in row}, strength)
     }
     return cover(rules, combinations(rules.features, strength) - had)
 

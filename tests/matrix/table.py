@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_testing.kits.matrix.covering import Combination, Rules, combinations
+from ds_testing.kits.matrix.covering import Combination, Rules, combinations, held
 from features import FEATURES, NAMES, possible
 
 HERE = Path(__file__).parent
 REFUSED = HERE / "refused.json"
 RESULTS = HERE / "results.json"
+GOOD = ("exact", "documented")
+"""The kinds of results of rows that are right."""
 PAGE = HERE.parent.parent / "docs" / "combinations.md"
 
 HEAD = """# Combinations
@@ -48,7 +49,7 @@ def keep(results: Iterable[Mapping[str, Any]]) -> None:
     rows = {json.dumps(entry["row"]): entry for entry in read(RESULTS)}
     refused = []
     for result in results:
-        if result["kind"] in ("exact", "documented"):
+        if result["kind"] in GOOD:
             fields = ("row", "kind", "off", "allowed")
             rows[json.dumps(result["row"])] = {name: result[name] for name in fields}
         elif result["kind"] == "refused" and len(result["pair"]) == 2:
@@ -80,11 +81,7 @@ def without_verdict() -> set[Combination]:
     """Pairs that are neither refused, nor in a row that ran; of those that a row can hold."""
     refused = [pair_of(entry) for entry in read(REFUSED)]
     rules = Rules(NAMES, refused, possible)
-    had = {
-        frozenset(pair)
-        for entry in read(RESULTS)
-        for pair in itertools.combinations(entry["row"].items(), 2)
-    }
+    had = {pair for entry in read(RESULTS) for pair in held(entry["row"], 2)}
     left = combinations(NAMES, 2) - had - set(refused)
     return {pair for pair in left if rules.complete(dict(pair)) is not None}
 

@@ -19,7 +19,7 @@ import models as m
 import torch
 from ds_sequence_parallel import RingAttention
 from ds_testing.kits.matrix.covering import Row
-from features import ALONE, FEATURES, NAMES
+from features import ALONE, FEATURES, NAMES, RANKS, ranks_together
 from torch import Tensor, nn
 
 STEPS = 4
@@ -108,10 +108,8 @@ class Ring(RingAttention):
 
 def ranks_of(row: Row) -> tuple[int, int]:
     """How many ranks a row takes, and how many of them have data of their own."""
-    together = 1
-    for name, value in row.items():
-        together *= FEATURES[name][value].ranks
-    places = max(1, 4 // together) if together > 1 else 2
+    together = ranks_together(row)
+    places = max(1, RANKS // together) if together > 1 else 2
     return together * places, places
 
 
@@ -149,12 +147,10 @@ def _step(engine: Any, row: Row, step: int, gas: int) -> float:
     """The mean loss of a step, of all ranks."""
     from ds_core import comm
 
-    mesh = engine.ctx.mesh
+    first = engine.ctx.mesh.index("batch") * gas
     if row["pp"] != "none":
-        first = mesh.index("dp" if "sp" not in mesh.names else "batch") * gas
         batches = [m.pipe_batch(step, *number(first + micro)) for micro in range(gas)]
         return float(engine.train_batch(iter(batches)))
-    first = mesh.index("batch") * gas
     total = torch.zeros((), dtype=torch.float64)
     for micro in range(gas):
         loss = engine(**m.batch(step, *number(first + micro)))

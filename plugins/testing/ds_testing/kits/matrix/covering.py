@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 Choice = tuple[str, str]
 """A feature and one of its values."""
@@ -31,6 +31,11 @@ def combinations(features: Mapping[str, Sequence[str]], strength: int) -> set[Co
         for values in itertools.product(*(features[name] for name in chosen)):
             found.add(frozenset(zip(chosen, values, strict=True)))
     return found
+
+
+def held(row: Row, strength: int) -> Iterator[Combination]:
+    """The combinations of `strength` choices that stand in `row`."""
+    return map(frozenset, itertools.combinations(row.items(), strength))
 
 
 class Rules:
@@ -84,15 +89,14 @@ def cover(rules: Rules, wanted: Collection[Combination], seed: int = 0) -> list[
             del left[first]
             continue
         best = max(made, key=lambda row: len(_held(row, left, len(first))))
-        for held in _held(best, left, len(first)):
-            del left[held]
+        for done in _held(best, left, len(first)):
+            del left[done]
         rows.append({name: best[name] for name in rules.features})
     return rows
 
 
 def _held(row: Row, left: Collection[Combination], size: int) -> list[Combination]:
-    every = map(frozenset, itertools.combinations(row.items(), size))
-    return [combination for combination in every if combination in left]
+    return [combination for combination in held(row, size) if combination in left]
 
 
 def _row(
