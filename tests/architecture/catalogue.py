@@ -75,7 +75,10 @@ def offered(plugins: Any, folders: dict[str, str]) -> dict[str, dict[str, Any]]:
     catalogue: dict[str, dict[str, Any]] = {}
     for hook, kind in HOOKS.items():
         answers = [a for a in plugins.offers(hook) if a.plugin.dist in folders]
-        catalogue[kind] = {name: a.plugin.dist for a in answers for name in a.value}
+        # A dotted path works without whoever offers it, too.
+        catalogue[kind] = {
+            name: a.plugin.dist for a in answers for name in a.value if "." not in name.lstrip(".")
+        }
     kernels = [
         (e, a.plugin.dist)
         for a in plugins.offers("ds_kernels")
