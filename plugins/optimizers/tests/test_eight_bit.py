@@ -53,22 +53,22 @@ def test_values_are_the_nearest_of_each_block(signed: bool, first: int) -> None:
         block = values[begin:end].double()
         scale = block[block.abs().argmax()]
         off = (block[:, None] / scale - known).abs().amin(1)
-        found = ((stored.fp32()[begin:end].double() - block) / scale).abs()
+        found = ((stored.dense()[begin:end].double() - block) / scale).abs()
         # A second moment that is not 0 is not stored as 0, of which 1e-7 is the price; and a number
         # that is as near in 16 bits may be taken.
         near = off + 2**-8 * (block / scale).abs() + 5e-7
         assert bool((found <= near).all())
     if not signed:
-        assert bool((stored.fp32() > 0).all())
+        assert bool((stored.dense() > 0).all())
 
 
 def test_what_is_stored_again_is_the_same() -> None:
     stored = Blocks.of(spread(700, True).view(70, 10), True, 9)
-    again = Blocks.of(stored.fp32(), True, 9)
+    again = Blocks.of(stored.dense(), True, 9)
     assert torch.equal(again.codes, stored.codes) and torch.equal(again.scales, stored.scales)
-    assert torch.equal(copy.deepcopy(stored).fp32(), stored.fp32())
-    assert torch.equal(stored * 2, stored.fp32() * 2)
-    with pytest.raises(UsageError, match="8 bits; put a new tensor in its place"):
+    assert torch.equal(copy.deepcopy(stored).dense(), stored.dense())
+    assert torch.equal(stored * 2, stored.dense() * 2)
+    with pytest.raises(UsageError, match="kept in fewer bytes; put a new tensor in its place"):
         stored.add_(1)
 
 

@@ -4,9 +4,6 @@ Dettmers et al. 2022, https://arxiv.org/abs/2110.02861, section 2. Within a bloc
 by the largest one, sign and all, and stored as the nearest of 256 numbers, which lie closer to each other the
 smaller they are: each decade down to 1e-7 has half as many as the one above it. Which one is the
 nearest is looked up by the first 16 bits of a value.
-
-[Note: read only] To everybody but this module `Blocks` is an fp32 tensor that can be read: any
-operation is given the values. So checkpoints have fp32, and any layout can read them.
 """
 
 from __future__ import annotations
@@ -18,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from ds_core.errors import UsageError
+from ds_optimizers.moments.compact import Compact, wrapped
 
 SIZE = 256
 """Values in a block."""
@@ -60,8 +56,8 @@ def _codes(signed: bool) -> Tensor:
     return torch.bucketize(values, edges).to(torch.uint8)
 
 
-class Blocks(Tensor):
-    """A tensor that is kept in 8 bits; see [Note: read only]."""
+class Blocks(Compact):
+    """A tensor that is kept in 8 bits."""
 
     codes: Tensor
     """uint8, one for each value, flat."""
@@ -76,9 +72,7 @@ class Blocks(Tensor):
         cls, codes: Tensor, scales: Tensor, shape: torch.Size, signed: bool, first: int
     ) -> Blocks:
         """As `zeros` and `of` make one."""
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.float32, device=codes.device
-        )
+        made = wrapped(cls, shape, codes, torch.float32)
         made.codes = codes
         made.scales = scales
         made.signed = signed
@@ -142,28 +136,11 @@ class Blocks(Tensor):
         begin = part.start + self.first
         return begin % SIZE, slice(begin // SIZE, -(-(part.stop + self.first) // SIZE))
 
-    def fp32(self) -> Tensor:
+    def dense(self) -> Tensor:
         """In fp32, in the shape of the tensor."""
         parts = [self.read(part) for part in self.portions()]
         flat = torch.cat(parts) if parts else self.scales.new_empty(0)
         return flat.view(self.shape)
-
-    @property
-    def bytes_taken(self) -> int:
-        """What it takes in memory."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func._schema.is_mutable and isinstance(args[0], Blocks):
-            raise UsageError(
-                f"{func} would write to a state that is kept in 8 bits; put a new tensor in its "
-                "place in optimizer.state"
-            )
-        args, kwargs = tree_map(_read, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """As torch asks of a tensor that is made of others."""
@@ -173,19 +150,6 @@ class Blocks(Tensor):
     def __tensor_unflatten__(inner: Any, context: Any, shape: Any, stride: Any) -> Blocks:
         """The reverse."""
         return Blocks(inner["codes"], inner["scales"], torch.Size(shape), *context)
-
-    def __deepcopy__(self, memo: Any) -> Blocks:
-        """Another with the same values."""
-        copy = self.codes.clone(), self.scales.clone()
-        return Blocks(*copy, self.shape, self.signed, self.first)
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """The values."""
-        return f"Blocks({self.fp32()!r})"
-
-
-def _read(value: Any) -> Any:
-    return value.fp32() if isinstance(value, Blocks) else value
 
 
 def _rows(flat: Tensor, first: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_core.errors import UsageError
 from ds_optimizers.base import StepBatch, check_common
 from ds_optimizers.collecting import CollectingOptimizer, wide
+from ds_optimizers.moments.compact import PerRow
 from ds_optimizers.moments.rows import Rows
 
 
@@ -28,7 +29,8 @@ class _Noted:
 
     group: dict[str, Any]
     param: Tensor
-    states: tuple[Tensor, Tensor]
+    first: Tensor
+    second: PerRow
     step: int
     copy: Tensor | None
 
@@ -39,8 +41,8 @@ class AdamMini(CollectingOptimizer):
     params: groups may have ``stacked``, the number of first dimensions that number matrices (1 for
         experts that are stacked in one parameter); from the config it is found by name.
 
-    States ``exp_avg`` and ``exp_avg_sq``, both with one value per element, so that checkpoints go
-    to any layout: of ``exp_avg_sq`` those of a row are equal.
+    State ``exp_avg_sq`` has one value per row, and reads as one per element (`Compact`), also in
+    checkpoints, which so go to any layout.
     """
 
     op: ClassVar[str] = "adam"
@@ -73,12 +75,13 @@ class AdamMini(CollectingOptimizer):
                 raise UsageError(f"AdamMini is for real parameters, not {param.dtype}")
             if not param.numel():
                 continue
-            first, second = (states[i] for states in batch.states)
+            first = batch.states[0][i]
+            second = self._second(param, group)
             grad = wide(batch.grads[i]).to(wide(param).dtype) * batch.scale
             first.lerp_(grad.to(first), 1 - group["betas"][0])
             self._squares[param] = self._rows_of(param, group).sums(grad.square())
             copy = None if batch.copies is None else batch.copies[i]
-            self._noted.append(_Noted(group, param, (first, second), batch.step, copy))
+            self._noted.append(_Noted(group, param, first, second, batch.step, copy))
 
     def collect(self) -> None:
         """See `CollectingOptimizer.collect`: the second moments, and the update."""
@@ -99,16 +102,33 @@ class AdamMini(CollectingOptimizer):
     def _apply(self, each: _Noted, squares: Tensor) -> None:
         beta1, beta2 = each.group["betas"]
         param = each.param
-        first, second = each.states
         rows = self._rows_of(param, each.group)
-        second.lerp_(rows.spread(squares / rows.length, second), 1 - beta2)
+        values = each.second.kept
+        mine = (squares / rows.length).to(values.device)[rows.numbers.to(values.device)]
+        values.lerp_(mine.to(values.dtype), 1 - beta2)
         lr = each.group["lr"]
-        deviation = (wide(second) / (1 - beta2**each.step)).sqrt_().add_(each.group["eps"])
+        deviation = (wide(values) / (1 - beta2**each.step)).sqrt_().add_(each.group["eps"])
         new = wide(param) * (1 - lr * each.group["weight_decay"])
-        new.addcdiv_(wide(first), deviation, value=-lr / (1 - beta1**each.step))
+        new.addcdiv_(
+            wide(each.first), each.second.spread(deviation), value=-lr / (1 - beta1**each.step)
+        )
         param.copy_(new)
         if each.copy is not None:
             each.copy.copy_(param)
+
+    def begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """See `KernelOptimizer.begin`."""
+        states = super().begin(param, group)
+        second = PerRow.zeros(states["exp_avg_sq"], self._rows_of(param, group))
+        return {**states, "exp_avg_sq": second}
+
+    def _second(self, param: Tensor, group: Mapping[str, Any]) -> PerRow:
+        """The second moment; of a checkpoint, which has it per element, it is made again."""
+        second = self.state[param]["exp_avg_sq"]
+        if not isinstance(second, PerRow):
+            second = PerRow.of(second, self._rows_of(param, group))
+            self.state[param]["exp_avg_sq"] = second
+        return second
 
     def _rows_of(self, param: Tensor, group: Mapping[str, Any]) -> Rows:
         return self.rows_of(

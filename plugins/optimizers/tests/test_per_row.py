@@ -1,0 +1,82 @@
+"""Second moments of AdamMini: one value per row in memory, one per element to everybody else."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from ds_optimizers import AdamMini
+from ds_optimizers.moments.compact import PerRow
+from ds_optimizers.moments.rows import Rows
+from torch import nn
+
+from ds_core.errors import UsageError
+
+
+def rows_of(count: int, columns: int, start: int, stop: int) -> Rows:
+    """Of a matrix, of which this rank has a range."""
+    numbers = torch.arange(start // columns, math.ceil(stop / columns))
+    return Rows(count, columns, numbers, columns, start % columns, -stop % columns)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 20), (3, 18), (5, 10), (6, 9), (4, 6), (7, 7)])
+def test_a_range_that_ends_within_rows_is_read_as_elements(start: int, stop: int) -> None:
+    rows = rows_of(4, 5, start, stop)
+    # Of which the mean of equal ones is rounded if it is a sum of all, divided.
+    dense = (torch.arange(1, 5) / 3).repeat_interleave(5)[start:stop]
+    stored = PerRow.of(dense, rows)
+    assert torch.equal(stored * 1, dense)
+    assert stored.bytes_taken == 4 * len(rows.numbers)
+    assert torch.equal(copy.deepcopy(stored) + 0, dense)
+
+
+def test_other_values_become_the_mean_of_their_row() -> None:
+    dense = torch.arange(12, dtype=torch.float64).view(3, 4)
+    stored = PerRow.of(dense, rows_of(3, 4, 0, 12))
+    expected = dense.mean(1, keepdim=True).expand(3, 4)
+    assert torch.equal(stored * 1, expected)
+    with pytest.raises(UsageError, match="would write to a state"):
+        stored.zero_()
+
+
+def test_a_state_takes_a_value_per_row() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))
+    optimizer = AdamMini(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    taken = {p: s["exp_avg_sq"].bytes_taken for p, s in optimizer.state.items()}
+    # A vector is one row.
+    assert list(taken.values()) == [4 * 32, 4, 4 * 8, 4]
+    for param, state in optimizer.state.items():
+        assert state["exp_avg_sq"].shape == param.shape
+
+
+def test_a_loaded_state_goes_on_with_the_same_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    optimizer = AdamMini(model.parameters(), lr=0.1)
+    batches = torch.randn(6, 4, 16)
+
+    def train(model: nn.Module, optimizer: AdamMini, batches: torch.Tensor) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    train(model, optimizer, batches[:3])
+    other = copy.deepcopy(model)
+    resumed = AdamMini(other.parameters(), lr=0.1)
+    # As checkpoints have it: plain tensors.
+    state = copy.deepcopy(optimizer.state_dict())
+    for row in state["state"].values():
+        row["exp_avg_sq"] = row["exp_avg_sq"] * 1
+    resumed.load_state_dict(state)
+    train(model, optimizer, batches[3:])
+    train(other, resumed, batches[3:])
+    for one, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+        assert isinstance(resumed.state[same]["exp_avg_sq"], PerRow)
