@@ -129,3 +129,17 @@ class LocatesParams(Protocol):
 
     def locate(self, param: nn.Parameter) -> ParamShard | None:
         """What this rank holds of the states of `param`; None when no optimizer updates it here."""
+
+
+@runtime_checkable
+class HasWholeStates(Protocol):
+    """An optimizer with states that belong to whole parameters, each on one rank: preconditioners."""
+
+    def whole_state(self, param: Tensor, key: str) -> Tensor | None:
+        """State `key` of the parameter of which `param` is what this rank updates; None without one.
+
+        Collective.
+        """
+
+    def put_whole_state(self, param: Tensor, key: str, value: Tensor) -> None:
+        """Make `value`, of the shape that `whole_state` gives, that state; all ranks give the same."""

@@ -37,8 +37,10 @@ from ds_access.unshard import (
     no_state,
     owner,
     put_together,
+    put_whole_state,
     states_of,
     whole_grads,
+    whole_state,
 )
 from ds_core import comm
 from ds_core.errors import UsageError
@@ -111,6 +113,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     held = found[0]
     optimizer = found[1].optimizer
+    if (whole := whole_state(optimizer, held, optim_state_key)) is not None:
+        return whole
     kind = agree_kind(held, optimizer, optim_state_key)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.dtype, device=held.device)
@@ -177,15 +181,15 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     held, engine = _found(param, "safe_set_full_optimizer_state")
     optimizer = engine.optimizer
+    if (whole := whole_state(optimizer, held, optim_state_key)) is not None:
+        _check_shape("safe_set_full_optimizer_state", held, value, tuple(whole.shape))
+        put_whole_state(optimizer, held, optim_state_key, value)
+        return
     kind = agree_kind(held, optimizer, optim_state_key)
     single = kind.value is not None
     value = torch.as_tensor(value)
-    _check_shape(
-        "safe_set_full_optimizer_state",
-        held,
-        value,
-        () if single else kind.shape if kind.whole else held.shape,
-    )
+    shape = () if single else kind.shape if kind.whole else held.shape
+    _check_shape("safe_set_full_optimizer_state", held, value, shape)
     # After the collective above, so that all ranks have taken part in it.
     if optim_state_key not in (states := states_of(held, optimizer)):
         return  # it is another rank's

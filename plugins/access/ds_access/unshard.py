@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ds_access.param_shard import HasWholeStates
 from ds_core import comm
 from ds_core.errors import UsageError
 
@@ -163,6 +164,20 @@ def states_of(held: ParamShard, optimizer: Any) -> dict[str, Any]:
     return {
         k: v for k, v in found.items() if isinstance(v, (Tensor, int, float)) and isinstance(k, str)
     }
+
+
+def whole_state(optimizer: object, held: ParamShard, key: str) -> Tensor | None:
+    """A state that the optimizer keeps of whole parameters; None where it has none. Collective."""
+    if not isinstance(optimizer, HasWholeStates):
+        return None
+    found = optimizer.whole_state(held.updated, key)
+    return None if found is None else found.to(held.device)
+
+
+def put_whole_state(optimizer: object, held: ParamShard, key: str, value: Tensor) -> None:
+    """Make `value` what `whole_state` gives."""
+    assert isinstance(optimizer, HasWholeStates)
+    optimizer.put_whole_state(held.updated, key, value)
 
 
 def agree_kind(held: ParamShard, optimizer: Any, key: str) -> Kind:

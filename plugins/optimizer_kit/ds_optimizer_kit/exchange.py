@@ -106,6 +106,14 @@ class MatrixExchange:
         """The matrices that this rank transforms whenever they are exchanged."""
         return (unit for lane in self._lanes for unit in lane.owned())
 
+    def owners_of(self, tensor: Tensor) -> tuple[Lane, dict[Unit, int]]:
+        """The matrices in `tensor`, each with its owner's place in the group of their lane."""
+        for lane in self._lanes:
+            found = {unit: owner for unit, owner in lane.owners.items() if unit.tensor is tensor}
+            if found:
+                return lane.lane, found
+        raise KeyError("a tensor without elements, or of another exchange")
+
     def start(self, values: Mapping[Tensor, Tensor], used: Collection[Tensor]) -> None:
         """Send `values` to the owners; others may be worked on until `finish`. Collective.
 
@@ -190,7 +198,7 @@ class _LaneExchange:
     """The exchange of one lane."""
 
     def __init__(self, lane: Lane, units: list[Unit], cost: Cost) -> None:
-        self._lane = lane
+        self.lane = lane
         self.units = units
         self._size = comm.world_size(lane.group) if lane.axes else 1
         self._rank = next(iter(lane.parts.values())).index if lane.parts else 0
@@ -297,7 +305,7 @@ class _LaneExchange:
     def _own(self, unit: Unit, held: Held) -> Tensor:
         """This rank's elements of a matrix."""
         values = self._values[unit.tensor].reshape(-1)[unit.at : unit.at + held.numel]
-        return values.to(self._lane.device, self._dtype)
+        return values.to(self.lane.device, self._dtype)
 
     def _send(self, sent: Sequence[tuple[_Piece, Tensor]], arriving: Sequence[_Piece]) -> None:
         """Start the all-to-all; pieces for (from) one rank are in the order of units."""
@@ -311,13 +319,13 @@ class _LaneExchange:
             gives[piece.rank] += values.numel()
         for piece in arriving:
             takes[piece.rank] += piece.held.numel
-        empty = torch.empty(0, dtype=self._dtype, device=self._lane.device)
+        empty = torch.empty(0, dtype=self._dtype, device=self.lane.device)
         ordered = sorted(sent, key=lambda part: part[0].rank)
         source = torch.cat([empty, *(values.to(empty) for _, values in ordered)])
         self._received = empty.new_empty(sum(takes))
         comm.label("matrices of optimizers")
         self._work = comm.all_to_all_single(
-            self._received, source, takes, gives, group=self._lane.group, async_op=True
+            self._received, source, takes, gives, group=self.lane.group, async_op=True
         )
 
     def _receive(self) -> list[tuple[_Piece, Tensor]]:

@@ -108,6 +108,24 @@ class MatrixOptimizer(Optimizer):
         """Take those of the matrices that are transformed here."""
         self._matrices(self._groups())[1].load(source)
 
+    # -- single parameters; see `ds_access.HasWholeStates` -----------------------------------------
+
+    def whole_state(self, param: Tensor, key: str) -> Tensor | None:
+        """State `key` of the matrices in `param`; None where `update` has made none.
+
+        Collective over the ranks that have parts or copies of the parameter.
+        """
+        groups = self._groups()
+        if param not in groups:
+            return None
+        exchange, owned = self._matrices(groups)
+        return owned.whole(*exchange.owners_of(param), key)
+
+    def put_whole_state(self, param: Tensor, key: str, value: Tensor) -> None:
+        """Make `value`, of the shape that `whole_state` gives, that state."""
+        exchange, owned = self._matrices(self._groups())
+        owned.put(exchange.owners_of(param)[1], key, value)
+
     # -- the step ----------------------------------------------------------------------------------
 
     def bind_layout(self, layout: Layout) -> None:

@@ -16,11 +16,14 @@ import torch
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
+from ds_core import comm
+
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
     from torch.optim import Optimizer
 
     from ds_optimizer_kit.exchange import Unit
+    from ds_optimizer_kit.layout import Lane
 
 _KIND = "matrix"
 
@@ -100,6 +103,43 @@ class OwnedStates:
                 value = source.read(name, unit.number * size, (unit.number + 1) * size).view(shape)
                 device = "cpu" if key == "step" else unit.tensor.device
                 self._optimizer.state[place][key] = value.to(device)
+
+    def whole(self, lane: Lane, owners: Mapping[Unit, int], key: str) -> Tensor | None:
+        """State `key` of all matrices of one parameter, [stack, ...]; None where nobody has it.
+
+        owners: of the matrices, as `MatrixExchange.owners_of` gives them with their lane, on whose
+            ranks this is collective.
+        """
+        mine = {
+            u.number: self._of(u)[key] for u in owners if u in self._keys and key in self._of(u)
+        }
+        said = {str(number): [list(v.shape), str(v.dtype)] for number, v in mine.items()}
+        known = {
+            n: row for rank in comm.all_gather_json(said, lane.group) for n, row in rank.items()
+        }
+        if len(known) < len(owners):
+            return None
+        found = []
+        for unit, place in owners.items():
+            shape, dtype = known[str(unit.number)]
+            value = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            value = value.to(lane.device)
+            if unit.number in mine:
+                value.copy_(mine[unit.number])
+            if comm.world_size(lane.group) > 1:
+                source = torch.distributed.get_global_rank(lane.group, place)
+                comm.broadcast(value, src=source, group=lane.group)
+            found.append(value)
+        stack = _stack(next(iter(owners)))
+        return torch.stack(found).view(*stack, *found[0].shape)
+
+    def put(self, owners: Mapping[Unit, int], key: str, value: Tensor) -> None:
+        """Make `value` state `key` of the matrices among `owners` that are this rank's."""
+        first = next(iter(owners))
+        rows = value.reshape(len(owners), *value.shape[len(_stack(first)) :])
+        for unit, row in zip(owners, rows, strict=True):
+            if unit in self._keys:
+                self._of(unit)[key].copy_(row)
 
     def _of(self, unit: Unit) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self._optimizer.state.get(self._keys[unit], {})

@@ -39,6 +39,9 @@ def test_other_values_become_the_mean_of_their_row() -> None:
     assert torch.equal(stored * 1, expected)
     with pytest.raises(UsageError, match="would write to a state"):
         stored.zero_()
+    # As `safe_set_full_optimizer_state` writes.
+    stored.copy_(-dense)
+    assert torch.equal(stored * 1, -expected)
 
 
 def test_a_state_takes_a_value_per_row() -> None:

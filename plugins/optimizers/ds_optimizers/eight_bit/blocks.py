@@ -98,10 +98,14 @@ class Blocks(Compact):
     def of(cls, values: Tensor, signed: bool, first: int = 0) -> Blocks:
         """The nearest to `values`; first: see `zeros`."""
         made = cls.zeros(values.shape, values.device, signed, first)
-        flat = values.detach().reshape(-1)
-        for part in made.portions():
-            made.store(part, flat[part])
+        made.replace(values)
         return made
+
+    def replace(self, values: Tensor) -> None:
+        """See `Compact.replace`."""
+        flat = values.detach().reshape(-1)
+        for part in self.portions():
+            self.store(part, flat[part])
 
     def portions(self) -> Iterator[slice]:
         """Ranges of the flat values that are whole blocks, but for the first and the last."""

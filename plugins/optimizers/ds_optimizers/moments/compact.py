@@ -1,7 +1,8 @@
 """Tensors that are kept in fewer bytes than their values would take.
 
 [Note: read only] To everybody but its optimizer a `Compact` is a plain tensor that can be read: any
-operation is given the values. So checkpoints have all of them, and any layout can read them.
+operation is given the values. So checkpoints have all of them, and any layout can read them. Of
+what would write to it only ``copy_`` is there: the nearest to the new values are kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ class Compact(Tensor):
         """The values, in the shape of the tensor."""
 
     @abc.abstractmethod
+    def replace(self, values: Tensor) -> None:
+        """Keep the nearest to `values`, of the shape of the tensor."""
+
+    @abc.abstractmethod
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """As torch asks of a tensor that is made of others: their names, and what else it takes."""
 
@@ -39,6 +44,9 @@ class Compact(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Compact):
+            args[0].replace(_read(args[1]).expand(args[0].shape))
+            return args[0]
         if func._schema.is_mutable and isinstance(args[0], Compact):
             raise UsageError(
                 f"{func} would write to a state that is kept in fewer bytes; put a new tensor in "
@@ -93,21 +101,30 @@ class PerRow(Compact):
 
     @classmethod
     def of(cls, dense: Tensor, rows: Rows) -> PerRow:
-        """The mean of each row's elements in `dense`: exactly theirs, where they are equal."""
-        padding = (rows.before, rows.after)
-        grid = torch.nn.functional.pad(dense.reshape(-1), padding).view(-1, rows.columns)
-        inside = torch.ones_like(dense, dtype=torch.bool).reshape(-1)
-        inside = torch.nn.functional.pad(inside, padding).view(grid.shape)
-        # The first row may begin elsewhere: one that is here is where its last element is not.
-        first = grid.gather(1, inside.int().argmax(1, keepdim=True))
-        apart = torch.where(inside, grid - first, 0).sum(1) / inside.sum(1)
-        return cls(first[:, 0] + apart, dense.shape, rows.columns, rows.before)
+        """The nearest to `dense`; see `replace`."""
+        made = cls.zeros(dense, rows)
+        made.replace(dense)
+        return made
 
     @classmethod
     def zeros(cls, like: Tensor, rows: Rows) -> PerRow:
         """Of zeros, for a parameter of the shape, dtype and device of `like`."""
         kept = torch.zeros(len(rows.numbers), dtype=like.dtype, device=like.device)
         return cls(kept, like.shape, rows.columns, rows.before)
+
+    def replace(self, values: Tensor) -> None:
+        """Keep the mean of each row's elements: exactly theirs, where they are equal."""
+        count = self.kept.numel()
+        padding = (self.before, count * self.columns - self.before - values.numel())
+        inside = torch.ones(values.numel(), dtype=torch.bool, device=values.device)
+        inside, grid = (
+            torch.nn.functional.pad(x, padding).view(count, self.columns)
+            for x in (inside, values.detach().reshape(-1))
+        )
+        # The first row may begin elsewhere, so its first element here is not the first one.
+        first = grid.gather(1, inside.int().argmax(1, keepdim=True)) if count else grid[:, :1]
+        apart = torch.where(inside, grid - first, 0).sum(1) / inside.sum(1)
+        self.kept.copy_(first[:, 0] + apart)
 
     def dense(self) -> Tensor:
         """See `Compact.dense`."""
