@@ -8,8 +8,10 @@ step), ``callsN.*`` (what is replayed) and ``done`` when the last step is there.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,9 @@ class Entry:
         return self.kind, self.name, self.micro, self.part
 
 
+_FIELDS = attrgetter(*(field.name for field in fields(Entry)))
+
+
 class StepWriter:
     """Collects what one rank records in one step, and writes it."""
 
@@ -85,9 +90,26 @@ class StepWriter:
 
     def write(self, name: str) -> None:
         """Write what was collected under `name`, and begin the next."""
-        save_file(self._tensors, self._folder / f"{name}.safetensors")
-        text = json.dumps([asdict(entry) for entry in self._entries])
-        (self._folder / f"{name}.json").write_text(text, encoding="utf-8")
+        # Hundreds of small tensors as a few large ones: to write each by itself takes longer.
+        parts: dict[str, list[Tensor]] = {}
+        ends: Counter[str] = Counter()
+
+        def place(key: str) -> tuple[str, int, int] | None:
+            """Where a tensor lies: in which of the large ones, from where, and its length."""
+            if (values := self._tensors.get(key)) is None:
+                return None
+            dtype = str(values.dtype)
+            parts.setdefault(dtype, []).append(values.reshape(-1))
+            ends[dtype] += values.numel()
+            return dtype, ends[dtype] - values.numel(), values.numel()
+
+        rows = [
+            [place(str(number)), place(f"{number}.places"), *_FIELDS(entry)]
+            for number, entry in enumerate(self._entries)
+        ]
+        large = {dtype: torch.cat(values) for dtype, values in parts.items()}
+        save_file(large, self._folder / f"{name}.safetensors")
+        (self._folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
         self._entries.clear()
         self._tensors.clear()
         self._local.clear()
@@ -147,12 +169,16 @@ class Record:
         found = []
         for rank in range(self.world):
             path = self.folder / f"rank{rank}" / f"{name}.json"
-            tensors = load_file(path.with_suffix(".safetensors"))
-            for number, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
-                entry = Entry(**{**row, "shape": tuple(row["shape"])})
-                places = tensors.get(f"{number}.places")
-                found.append(Recorded(entry, rank, tensors[str(number)], places))
+            large = load_file(path.with_suffix(".safetensors"))
+            for values, places, kind, name_, shape, *rest in json.loads(path.read_text("utf-8")):
+                entry = Entry(kind, name_, tuple(shape), *rest)
+                chosen = None if places is None else _slice(large, *places)
+                found.append(Recorded(entry, rank, _slice(large, *values), chosen))
         return found
+
+
+def _slice(large: Mapping[str, Tensor], dtype: str, start: int, size: int) -> Tensor:
+    return large[dtype][start : start + size]
 
 
 # -- arguments of calls ----------------------------------------------------------------------------

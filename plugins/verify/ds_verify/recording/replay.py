@@ -8,6 +8,7 @@ is not needed: its gradients at the model's outputs were recorded.
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Mapping
@@ -26,6 +27,10 @@ from ds_verify.recording.recorder import Recorder, compute_dtype
 
 if TYPE_CHECKING:
     from ds_verify.config import Verify
+
+
+_CYCLE = 524_287
+"""A prime."""
 
 
 class Save:
@@ -187,11 +192,25 @@ def perturb_weights(recorder: Recorder, eps: float) -> None:
 
 
 def _perturb(tensor: Tensor, eps: float, seed: int, start: int = 0) -> None:
-    """Multiply each element by 1 + eps or 1 - eps, chosen by a hash of its place."""
-    places = torch.arange(start, start + tensor.numel(), device=tensor.device)
-    mixed = (places + seed) * 2654435761 % 4294967296
+    """Multiply each element by 1 + eps or 1 - eps, chosen by its place."""
+    factors = _factors(eps, tensor.dtype, tensor.device)
+    begin = (start + seed) % _CYCLE
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    # Up to the next beginning of the cycle, then all of it again and again.
+    for part in flat[: _CYCLE - begin], *flat[_CYCLE - begin :].split(_CYCLE):
+        part.mul_(factors[begin : begin + part.numel()])
+        begin = 0
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(eps: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 + eps and 1 - eps by a hash of the place, in a cycle that no size of a layer divides."""
+    places = torch.arange(_CYCLE)
+    mixed = places * 2654435761 % 4294967296
     signs = ((mixed >> 15) & 1) * 2 - 1
-    tensor.mul_(signs.view(tensor.shape).to(tensor.dtype) * eps + 1)
+    return signs.to(device, dtype) * eps + 1
 
 
 def _perturbed_input(leaf: Any, eps: float) -> Any:
