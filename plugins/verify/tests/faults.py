@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from more_faults import GRADIENT, MODEL, OPENED
 from torch import Tensor, nn
 
 from ds_core import comm
@@ -46,6 +47,7 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
     """Faults that are built into the model."""
     fault = _fault(ctx)
     change = {
+        **MODEL,
         "untied": _untie,
         "lost_use": _lose_use,
         "other_eps": _other_eps,
@@ -170,6 +172,8 @@ def ds_open(ctx: Context) -> None:
         _after(partitioner, "publish", _restore(at[fault.name], True))
     if fault.kind == "drift" and ctx.rank == 1:
         at[fault.name].data.mul_(1.001)
+    if fault.kind in OPENED:
+        OPENED[fault.kind](ctx)
 
 
 def _after(target: Any, method: str, act: Callable[[bool], None]) -> None:
@@ -276,10 +280,20 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
             _drop_last(shard, local[shard.name], parts)
         if fault.kind == "by_gas":
             shard.tensor.mul_(ctx.batch.gas)
-        if shard.name == fault.name and fault.kind in ONE:
-            ONE[fault.kind](ctx, shard, local[shard.name], gradients.step)
+        if shard.name == fault.name and fault.kind in ONE | GRADIENT:
+            (ONE | GRADIENT)[fault.kind](ctx, shard, local[shard.name], gradients.step)
+    if fault.kind == "swapped_gradients":
+        _swap_gradients({shard.name: shard.tensor for shard in gradients.shards})
     for rows in local.values():
         rows.clear()
+
+
+def _swap_gradients(shards: dict[str, Tensor]) -> None:
+    """Two parameters of one shape get each other's gradient."""
+    first, second = shards["blocks.1.up.weight"], shards["blocks.2.up.weight"]
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
 
 
 def _drop_last(shard: GradientShard, rows: list[Tensor], parts: int) -> None:
