@@ -168,9 +168,10 @@ class Recording:
             number = next(numbers)
             self.trace.add(Kind.OUTPUT, "", leaf, self.forward)
             if leaf.requires_grad:
-                # An alias: a loss that the model makes of its logits gives those a gradient too,
-                # and a replay needs what comes from outside the model alone.
-                leaf = leaf.view_as(leaf)
+                # A copy: a loss that the model makes of its logits gives those a gradient too, and
+                # a replay needs what comes from outside the model alone. A view would lose its hook
+                # where a program multiplies its loss in place.
+                leaf = leaf.clone()
                 leaf.register_hook(partial(self._output_gradient, self.forward, number))
                 given[number] = leaf
             return leaf

@@ -174,7 +174,7 @@ def test_a_replayed_transformer_is_the_same(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loop", "replays"), [("interrupted", 6), ("joint", 8)])
+@pytest.mark.parametrize(("loop", "replays"), [("interrupted", 6), ("joint", 8), ("in place", 4)])
 def test_a_replayed_loop_with_more_in_it_is_the_same(
     tmp_path: Path, loop: str, replays: int
 ) -> None:

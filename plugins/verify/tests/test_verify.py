@@ -67,6 +67,13 @@ def test_a_loss_inside_the_model_is_counted_once(tmp_path: Path) -> None:
     assert report.first is None, (report.first, report.cause)
 
 
+def test_losses_that_are_scaled_in_place_and_methods_in_place_of_forward(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2}}
+    report = verify(run_ranks, tmp_path, config, script=verified_runs.train_in_place)
+    assert report.first is None, (report.first, report.cause)
+    assert "gradient" in {row.kind for row in report.rows}
+
+
 @pytest.mark.slow
 def test_a_script_for_deepspeed(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3}}

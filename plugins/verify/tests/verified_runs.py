@@ -82,6 +82,32 @@ def train_batches(config: Mapping[str, Any], section: Mapping[str, Any]) -> None
             engine.train_batch()
 
 
+def train_in_place(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """The loss is multiplied in place (transformers' Trainer), and another method of the model is
+    called as its forward (Lightning).
+    """
+    import ds_core
+
+    torch.manual_seed(0)
+    config = {**BASE, **config, "verify": dict(section)}
+    engine, *_ = ds_core.initialize(model=NetWithLoss(), config=config)
+    module = engine.module
+    plain = module.forward
+
+    def training_step(x: Tensor) -> Any:
+        module.forward = plain
+        return module.forward(x)["loss"]
+
+    data = torch.Generator().manual_seed(engine.global_rank)
+    with _ending(engine):
+        for _ in range(20):
+            module.forward = training_step
+            loss = engine(torch.randint(0, 30, (2, 7), generator=data))
+            loss *= 3
+            engine.backward(loss)
+            engine.step()
+
+
 def train_llama(config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
     """A model of transformers."""
     from ds_testing.truth import tiny

@@ -210,9 +210,10 @@ class Recorder:
             self._activation("forward", f"the model, output {index}", leaf, self.place)
             if not leaf.requires_grad:
                 return leaf
-            # An alias: a loss that the model computes of its logits gives the logits a gradient
-            # too, and the replay needs what comes from outside the model alone.
-            leaf = leaf.view_as(leaf)
+            # A copy: a loss that the model computes of its logits gives the logits a gradient too,
+            # and the replay needs what comes from outside the model alone. A view would lose its
+            # hook where a script multiplies its loss in place, as transformers' Trainer does.
+            leaf = leaf.clone()
             leaf.register_hook(partial(self._output_gradient, gradients, index))
             return leaf
 
