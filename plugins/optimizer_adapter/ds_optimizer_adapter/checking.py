@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_core.entries import OptimizerEntry, resolve
 from ds_core.errors import PluginError, Problem, did_you_mean
-from ds_optimizer_adapter.names import UNNAMED
+from ds_optimizer_adapter.names import KEY, UNNAMED
 
 if TYPE_CHECKING:
     from ds_core.config import RunConfig
@@ -22,7 +22,6 @@ log = logging.getLogger("ds_core.optimizer_adapter")
 
 COARSENESS: Mapping[str, int] = {"element": 0, "tensor": 1, "matrix": 1, "model": 2}
 """A coarser grain than what is measured is safe, a finer one is not."""
-KEY = "optimizer_adapter.grain"
 
 
 def problems(

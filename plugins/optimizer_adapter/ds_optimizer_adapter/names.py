@@ -1,7 +1,7 @@
 """Which optimizers of pytorch_optimizer update each element by itself, and their references
 (torch-free).
 
-Their code was read, and the tests measure them. An option of one may still look at whole tensors
+By their papers, and as the tests measure them. An option of one may still look at whole tensors
 (gradient centralisation); what a config asks for is measured when it is checked.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 PACKAGE = "pytorch_optimizer"
+KEY = "optimizer_adapter.grain"
 
 ELEMENTWISE = (
     "ADOPT",

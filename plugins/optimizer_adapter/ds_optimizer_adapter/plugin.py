@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_core.entries import OptimizerEntry, Phase, Transform
-from ds_core.errors import Problem
-from ds_optimizer_adapter.names import ELEMENTWISE, PACKAGE
+from ds_core.errors import ConfigError, Problem
+from ds_optimizer_adapter.names import ELEMENTWISE, KEY, PACKAGE
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -52,6 +52,10 @@ def ds_transforms(ctx: Context) -> Iterable[Transform]:
         return
 
     def state(model: nn.Module) -> nn.Module:
+        # `ds_check` has seen an optimizer of the config, and not what is given to `initialize`.
+        if ctx.config.core.optimizer is None and ctx.grain is not None:
+            why = f"the optimizer that initialize was given has declared {ctx.grain!r}"
+            raise ConfigError([Problem(KEY, why, "remove the section optimizer_adapter")])
         # Before the partitioner is made, which asks for it.
         ctx.grain = section.grain
         return model

@@ -84,6 +84,17 @@ def test_a_stated_grain_is_the_run_s() -> None:
     engine.destroy()
 
 
+def test_the_section_overrules_no_declared_optimizer_of_the_program() -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 2)
+    config = {"train_batch_size": 4, "optimizer_adapter": {"grain": "element"}}
+    with pytest.raises(ConfigError, match="has declared 'matrix'"):
+        ds_core.initialize(
+            model=model, config=config, optimizer=torch.optim.Adafactor(model.parameters())
+        )
+
+
 def whole_tensors(own: bool) -> tuple[float, str]:
     """How far Lamb with its tensors on two ranks at stage 2 is from one process, and its grain."""
     import pytorch_optimizer

@@ -110,13 +110,13 @@ class OwnedStates:
         owners: of the matrices, as `MatrixExchange.owners_of` gives them with their lane, on whose
             ranks this is collective.
         """
+        # Without axes there is one rank, whatever the group of its lane.
+        group = lane.group if lane.axes else comm.ALONE
         mine = {
             u.number: self._of(u)[key] for u in owners if u in self._keys and key in self._of(u)
         }
         said = {str(number): [list(v.shape), str(v.dtype)] for number, v in mine.items()}
-        known = {
-            n: row for rank in comm.all_gather_json(said, lane.group) for n, row in rank.items()
-        }
+        known = {n: row for rank in comm.all_gather_json(said, group) for n, row in rank.items()}
         if len(known) < len(owners):
             return None
         found = []
@@ -126,9 +126,9 @@ class OwnedStates:
             value = value.to(lane.device)
             if unit.number in mine:
                 value.copy_(mine[unit.number])
-            if comm.world_size(lane.group) > 1:
-                source = torch.distributed.get_global_rank(lane.group, place)
-                comm.broadcast(value, src=source, group=lane.group)
+            if comm.world_size(group) > 1:
+                source = torch.distributed.get_global_rank(group, place)
+                comm.broadcast(value, src=source, group=group)
             found.append(value)
         stack = _stack(next(iter(owners)))
         return torch.stack(found).view(*stack, *found[0].shape)
