@@ -13,6 +13,7 @@ from ds_core.partition.params import squared_norm as squared_norm
 from ds_core.partition.partitioner import GradState as GradState
 from ds_core.partition.partitioner import ParamGroups as ParamGroups
 from ds_core.partition.partitioner import Partitioner as Partitioner
+from ds_core.partition.partitioner import broadcast_from_first as broadcast_from_first
 from ds_core.partition.partitioner import broadcast_module as broadcast_module
 from ds_core.partition.replicated import Replicated as Replicated
 from ds_core.partition.replicated import Slot as Slot
