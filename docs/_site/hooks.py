@@ -92,12 +92,18 @@ def hook_pages(root: Path) -> dict[str, str]:
             facts.append(
                 "- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name])
             )
-        function = (
-            f"```{{eval-rst}}\n.. autofunction:: {homes[name].parent.name}.hookspecs.{name}\n```"
-        )
+        module = _module(homes[name].relative_to(root))
+        function = f"```{{eval-rst}}\n.. autofunction:: {module}.{name}\n```"
         parts.append("\n\n".join([f"## {name}", function, "\n".join(facts)]))
     table = "\n".join(["| hook | kind | what for |", "| --- | --- | --- |", *rows])
     return {"hooks.md": "\n\n".join([HEAD + "\n" + table, *parts]) + "\n"}
+
+
+def _module(file: Path) -> str:
+    """The name by which a file of a package is imported."""
+    parts = file.with_suffix("").parts
+    first = next(place for place, part in enumerate(parts) if part.startswith("ds_"))
+    return ".".join(parts[first:])
 
 
 def _is_hook(node: ast.stmt) -> bool:
