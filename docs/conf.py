@@ -10,6 +10,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from _site import navigation, write_reference  # noqa: E402
+from _site.docstrings import listed  # noqa: E402
 
 import ds_core  # noqa: E402
 
@@ -73,7 +74,13 @@ def inside(home, page):
     )
 
 
+def list_arguments(app, what, name, obj, options, lines):
+    """See `_site.docstrings`."""
+    lines[:] = listed(lines)
+
+
 def setup(app):
+    app.connect("autodoc-process-docstring", list_arguments)
     app.connect("autodoc-skip-member", defined_elsewhere)
     app.connect("builder-inited", lambda app: write_reference(Path(app.srcdir) / "reference"))
     app.connect("source-read", navigation)

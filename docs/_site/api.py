@@ -12,13 +12,16 @@ from .packages import distributions
 MORE = {"ds-step-log": ["ds_step_log.plugin"]}
 """Modules that users import, of packages whose own names are not all."""
 
-NOT_SHOWN = re.compile(r"\.(plugin|command|__main__|worker|pytest_plugin)$")
+NOT_SHOWN = re.compile(r"\.(plugin|command|__main__|worker|pytest_plugin|hookspecs)$")
+"""Hooks have a page of their own."""
 
 
 def api_pages(root: Path) -> dict[str, str]:
     """A page for each module of the core, for each package with public names, and their list."""
     core = [
-        name for name in modules(root / "ds_core") if name != "ds_core" and has_names(root, name)
+        name
+        for name in modules(root / "ds_core")
+        if name != "ds_core" and not name.endswith(".hookspecs") and has_names(root, name)
     ]
     pages = {f"api/{name}.md": page(name, [name]) for name in core}
     packages = {}
