@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ds_optimizer_adapter.config import OptimizerAdapter
 
 OPTIMIZERS: Mapping[str, OptimizerEntry] = {
-    f"{PACKAGE}.{name}": OptimizerEntry(f"ds_optimizer_adapter.names:{name}")
-    for name in ELEMENTWISE
+    f"{PACKAGE}.{name}": OptimizerEntry(f"{PACKAGE}:{name}") for name in ELEMENTWISE
 }
 
 

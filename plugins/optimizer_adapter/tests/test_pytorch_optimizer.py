@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from ds_optimizer_adapter.names import ELEMENTWISE
 from ds_testing import OptimizerConformance, run_ranks
 
 import ds_core
-from ds_core.errors import ConfigError, PluginError
+from ds_core.errors import ConfigError
 
 LION = "pytorch_optimizer.Lion"
 LAMB = "pytorch_optimizer.Lamb"
@@ -62,20 +60,6 @@ def test_a_grain_that_cannot_be_is_an_error(
     with pytest.raises(ConfigError) as caught:
         begin(optimizer, grain)
     assert said in str(caught.value)
-
-
-def test_a_missing_package_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "pytorch_optimizer":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return found(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "pytorch_optimizer", raising=False)
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(PluginError, match=r"ds-optimizer-adapter\[pytorch-optimizer\]"):
-        begin({"type": LION})
 
 
 def test_a_stated_grain_is_the_run_s() -> None:
