@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ds_core.errors import UsageError
+from ds_optimizers.moments.rows import over_elements
 
 if TYPE_CHECKING:
     from ds_optimizers.moments.rows import Rows
@@ -132,8 +133,7 @@ class PerRow(Compact):
 
     def spread(self, values: Tensor) -> Tensor:
         """For each element what `values` has for its row."""
-        flat = values[:, None].expand(-1, self.columns).reshape(-1)
-        return flat[self.before : self.before + self.shape.numel()].view(self.shape)
+        return over_elements(values, self.columns, self.before, self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """See `Compact`."""

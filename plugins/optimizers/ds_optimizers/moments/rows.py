@@ -61,8 +61,17 @@ class Rows:
     def spread(self, rows: Tensor, like: Tensor) -> Tensor:
         """For each element of this rank, what `rows` has for its row."""
         mine = rows.to(like.device)[self.numbers.to(like.device)].to(like.dtype)
-        flat = mine[:, None].expand(-1, self.columns).reshape(-1)
-        return flat[self.before : flat.numel() - self.after].view(like.shape)
+        return over_elements(mine, self.columns, self.before, like.shape)
+
+
+def over_elements(values: Tensor, columns: int, before: int, shape: torch.Size) -> Tensor:
+    """For each element of a range of rows, in `shape`, what `values` has for its row.
+
+    columns: elements of a row.
+    before: those of the first row that are not in the range.
+    """
+    flat = values[:, None].expand(-1, columns).reshape(-1)
+    return flat[before : before + shape.numel()].view(shape)
 
 
 def add_up(
