@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ds_kernel_kit import references
 from ds_kernel_kit.steps import STEPS, StepSpec
 
 SIZES = (0, 1, 3, 17, 255, 1024, 1025, 4099, 70_001)
+# Of a tensor, none a multiple of a vector.
+_PARTS = (1, 2, 14, 238, 769, 1)
 F64 = torch.float64
 F32 = torch.float32
 BF16 = torch.bfloat16
@@ -201,10 +203,42 @@ def _steps(spec: StepSpec) -> Comparisons:
         flat = [[t.reshape(-1) for t in ts] for ts in uneven]
         yield "each operand in a layout of its own", lambda: same(function, flat, BF16)
         yield "no tensors", lambda: same(function, [[] for _ in range(width)], None)
+        # LAMB's update of an element is by norms of its tensor.
+        if spec.op != "lamb":
+            yield from _places(spec, function, mixtures, device)
         if spec.op == "sgd":
             yield "no momentum", lambda: _no_momentum(function, device)
 
     return cases
+
+
+def _places(
+    spec: StepSpec, function: Function, mixtures: Iterable[tuple[torch.dtype, ...]], device: str
+) -> Cases:
+    for mixture in mixtures:
+        lists = _unrounded(spec, mixture, device)
+        what = f"elements at other places, {mixture[0]}/{mixture[1]}/{mixture[2]}"
+        yield what, lambda lists=lists: _same_in_parts(spec, function, lists)  # type: ignore[misc]
+
+
+def _unrounded(spec: StepSpec, mixture: tuple[torch.dtype, ...], device: str) -> Lists:
+    """A tensor of each kind, of values whose sums and products are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [mixture[0], mixture[1], *[mixture[2] for _ in spec.states]]
+    return [[torch.rand(1025, generator=generator).to(device, kind)] for kind in kinds]
+
+
+def _same_in_parts(spec: StepSpec, function: Function, lists: Lists) -> None:
+    """Parts of a tensor get the bits that they get in the whole; see `references`,
+    [Note: position].
+    """
+    whole = _copies(lists)
+    _calls(spec, function, whole, None)
+    parts = [[p.clone() for p in tensors[0].split(_PARTS)] for tensors in lists]
+    _calls(spec, function, parts, None)
+    for name, (all_of_it,), cut in zip(spec.tensors, whole, parts, strict=True):
+        differ = (torch.cat(cut) != all_of_it).sum()
+        assert not differ, f"{name}: {int(differ)} elements depend on where they stand"
 
 
 def _no_momentum(function: Function, device: str) -> None:

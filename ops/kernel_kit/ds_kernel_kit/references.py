@@ -2,8 +2,13 @@
 installed.
 
 All take lists of tensors and update them in place. Scalars are exact (fp64); 16-bit tensors are
-widened to fp32, worked on there and rounded once. Where torch has a fused function for just this
-update it is called, so that results are those of torch's own optimizer bit for bit.
+widened to fp32, worked on there and rounded once. On devices where torch has a fused function for
+just this update it is called, so that results are those of torch's own optimizer bit for bit.
+
+[Note: position] What becomes of an element must not depend on where it stands: ranks cut the same
+parameter at other places, and copies of a tied one must stay equal bit for bit. torch's fused
+functions of the CPU round the last few elements of a tensor otherwise than those before them (they
+are no multiple of a vector), so they are not used.
 
 Every optimizer step takes two options more than its mathematics: `scale` multiplies the gradients
 as they are read (unscaling and clipping in one number; gradients themselves are not changed), and
@@ -20,7 +25,8 @@ from torch import Tensor
 
 Tensors = Sequence[Tensor]
 Quantized = tuple[Tensor, Tensor, Tensor | None]
-_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+# See [Note: position].
+_FUSED_DEVICES = ("cuda", "xpu", "mps")
 
 
 def adam(
@@ -50,16 +56,14 @@ def adam(
     ):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         # torch's function takes the step as a tensor for each parameter.
-        steps = [torch.full((), float(step), dtype=torch.float32, device=params[0].device)] * len(
-            params
-        )
+        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(
             list(params),
             given,
             list(exp_avgs),
             list(exp_avg_sqs),
             [],
-            steps,
+            [count] * len(params),
             lr=lr,
             beta1=beta1,
             beta2=beta2,
@@ -74,13 +78,15 @@ def adam(
     correction2 = 1 - beta2**step if bias_correction else 1.0
 
     def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        # In torch's order of operations, so that the bits are those of its optimizers.
         if decoupled:
             p.mul_(1 - lr * weight_decay)
         elif weight_decay:
             g = g.add(p, alpha=weight_decay)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        p.addcdiv_(m, (v / correction2).sqrt_().add_(eps), value=-lr / correction1)
+        divisor = (v.sqrt() / correction2**0.5).add_(eps)
+        p.addcdiv_(m, divisor, value=-lr / correction1)
 
     _each(update, scale, copies, params, grads, exp_avgs, exp_avg_sqs)
 

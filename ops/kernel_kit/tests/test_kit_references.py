@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ds_kernel_kit import references
+from ds_kernel_kit.comparisons import CHECKS
 from ds_kernel_kit.marshal import compiled_steps
 from ds_kernel_kit.steps import STEPS
 
@@ -21,7 +22,7 @@ def test_adam_is_torchs(dtype: torch.dtype, scale: float) -> None:
     mine = torch.randn(50, dtype=dtype)
     theirs = torch.nn.Parameter(mine.clone())
     grads = [torch.randn(50, dtype=dtype) for _ in range(5)]
-    optimizer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1, foreach=False)
     m = torch.zeros_like(mine)
     v = torch.zeros_like(mine)
     for step, grad in enumerate(grads, 1):
@@ -40,8 +41,18 @@ def test_adam_is_torchs(dtype: torch.dtype, scale: float) -> None:
             weight_decay=0.1,
             scale=scale,
         )
-    torch.testing.assert_close(mine, theirs.detach())
-    assert scale != 1 or torch.equal(mine, theirs)
+    if dtype == torch.bfloat16:
+        # torch rounds every operation to 16 bits.
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0.05, atol=0.01)
+    else:
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("op", [op for op in STEPS if op != "lamb"])
+def test_an_element_does_not_depend_on_its_place(op: str) -> None:
+    for what, compare in CHECKS[op](getattr(references, op), "cpu", ()):
+        if "places" in what:
+            compare()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
