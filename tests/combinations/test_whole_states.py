@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "z3 offload": (
         2,
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    "z3 nvme": (
+        2,
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": 64,
+                "offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()},
+            }
+        },
     ),
     "tp z2": (4, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}}),
 }
@@ -52,6 +63,13 @@ def seen(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
         mine = x[mesh.index("dp") * count :][:count]
         engine.backward(engine(mine).square().mean())
         engine.step()
+    # What a store has leaves memory, all of it.
+    memory = [
+        value.untyped_storage().nbytes()
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if value.dim() and value.numel()
+    ]
     found = safe_get_full_optimizer_state(weight, key)
     safe_set_full_optimizer_state(weight, 2 * found, key)
     again = safe_get_full_optimizer_state(weight, key)
@@ -62,17 +80,19 @@ def seen(kind: str, sections: dict[str, Any]) -> dict[str, Any]:
             safe_set_full_optimizer_state(weight, torch.ones(1), other)
         errors.append(str(caught.value))
     engine.destroy()
-    return {"state": found.cpu(), "again": again.cpu(), "errors": errors}
+    return {"state": found.cpu(), "again": again.cpu(), "errors": errors, "memory": memory}
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
         ("SOAP", "z3 offload"),
+        ("SOAP", "z3 nvme"),
         pytest.param("SOAP", "z0", marks=pytest.mark.slow),
         pytest.param("SOAP", "tp z2", marks=pytest.mark.slow),
         pytest.param("Shampoo", "z0", marks=pytest.mark.slow),
         pytest.param("Shampoo", "tp z2", marks=pytest.mark.slow),
+        pytest.param("Shampoo", "z3 nvme", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_sees_the_state_of_one_process(kind: str, layout: str) -> None:
@@ -84,3 +104,4 @@ def test_every_rank_sees_the_state_of_one_process(kind: str, layout: str) -> Non
         assert bool((rank["again"] == 2 * rank["state"]).all())
         assert "no_such_key" in rank["errors"][0]
         assert "shape" in rank["errors"][1]
+        assert any(rank["memory"]) == (layout != "z3 nvme")

@@ -20,6 +20,7 @@ from ds_optimizer_kit.planning import ExchangeNeed, plan_exchange
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource, StateTensor
+    from ds_state_stores import StateStore
     from jaxtyping import Float
 
     from ds_core.partition import StepInputs
@@ -55,13 +56,14 @@ class MatrixOptimizer(Optimizer):
             },
         )
         self._layout: Layout | None = None
+        self._store: StateStore | None = None
         self._exchange: tuple[list[int], MatrixExchange, OwnedStates] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, and of `load_state_dict`."""
         super().__setstate__(state)
         # A copy has tensors of its own, so it finds them anew.
-        for name in ("_layout", "_exchange"):
+        for name in ("_layout", "_store", "_exchange"):
             self.__dict__.setdefault(name, None)
 
     # -- what a subclass writes --------------------------------------------------------------------
@@ -132,6 +134,15 @@ class MatrixOptimizer(Optimizer):
         """Where the tensors of this optimizer lie in full parameters; without it they are full."""
         self._layout = layout
 
+    def step_in_parts(self, store: StateStore) -> None:
+        """From now on `step` is given gradients of some parameters, then of others.
+
+        The same ones on all ranks at once, until all that have a gradient are updated. Meanwhile
+        the states that `update` has made of other matrices are in `store`.
+        """
+        self._store = store
+        self._exchange = None
+
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, inputs: StepInputs | None = None
@@ -156,6 +167,7 @@ class MatrixOptimizer(Optimizer):
         }
         exchange, owned = self._matrices(matrices)
         exchange.start(values, used)
+        owned.expect(unit for unit in exchange.owned() if unit.tensor in used)
         # 2. While matrices are on their way: everything else.
         for group in self.param_groups:
             if not group["matrices"]:
@@ -210,7 +222,11 @@ class MatrixOptimizer(Optimizer):
             exchange = MatrixExchange(layout, stacked, self.cost)
             params = [p for g in self.param_groups for p in g["params"]]
             places = {param: place for place, param in enumerate(params)}
-            self._exchange = (ids, exchange, OwnedStates(self, exchange.owned(), places))
+            self._exchange = (
+                ids,
+                exchange,
+                OwnedStates(self, exchange.owned(), places, self._store),
+            )
         return self._exchange[1:]
 
     def _transform(

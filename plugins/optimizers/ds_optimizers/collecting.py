@@ -14,6 +14,8 @@ from ds_optimizers.base import KernelOptimizer
 from ds_optimizers.moments.rows import Rows
 
 if TYPE_CHECKING:
+    from ds_state_stores import StateStore
+
     from ds_core.partition import StepInputs
 
 
@@ -34,6 +36,9 @@ class CollectingOptimizer(KernelOptimizer):
         """Where the tensors of this optimizer lie in full parameters; without it they are full."""
         self.layout = layout
         self._rows.clear()
+
+    def step_in_parts(self, store: StateStore) -> None:
+        """See `ds_optimizer_kit.MatrixOptimizer.step_in_parts`; all states are of parameters."""
 
     def rows_of(self, param: Tensor, lead: int) -> Rows:
         """The rows of a parameter whose first `lead` dimensions number them; worked out once."""

@@ -173,3 +173,36 @@ def test_states_leave_the_device_and_come_back() -> None:
         found.append([p.detach().clone() for p in engine.module.parameters()])
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def on_disk(device: str, folder: str) -> tuple[list[bool], torch.Tensor]:
+    """Whether the moments are evicted after two steps, and the first moment of a weight."""
+    from ds_access import safe_get_full_optimizer_state
+    from ds_state_stores import is_evicted
+    from ds_testing.truth import start
+    from torch import nn
+
+    torch.manual_seed(0)
+    offload = {"device": device, "nvme_path": folder} if device == "nvme" else {"device": device}
+    engine = start(
+        nn.Linear(64, 8),
+        optimizer={"type": "AdamW8bit", "params": {"min_8bit_size": 0}},
+        zero_optimization={"stage": 2, "offload_optimizer": offload},
+    )
+    for step in range(2):
+        torch.manual_seed(step)
+        engine.backward(engine(torch.randn(4, 64)).square().mean())
+        engine.step()
+    states = [s[k] for s in engine.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    evicted = [is_evicted(state) for state in states if state.numel()]
+    found = safe_get_full_optimizer_state(engine.module.weight, "exp_avg")
+    engine.destroy()
+    return evicted, found.cpu()
+
+
+def test_a_store_has_the_bytes_of_moments(tmp_path: Path) -> None:
+    disk = run_ranks(2, on_disk, "nvme", str(tmp_path))
+    memory = run_ranks(2, on_disk, "cpu", str(tmp_path))
+    for (evicted, found), (stays, wanted) in zip(disk, memory, strict=True):
+        assert all(evicted) and not any(stays)
+        assert torch.equal(found, wanted) and bool(found.any())

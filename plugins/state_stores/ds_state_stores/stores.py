@@ -122,21 +122,26 @@ class StateStore(ABC):
         """The values of a managed tensor or a view of one. An evicted one stays evicted."""
         if not is_evicted(view):
             return view
-        self.fetch([view])
-        self.wait([view])
+        memory = memory_of(view)
+        self.fetch(memory)
+        self.wait(memory)
         found = view.detach().clone()
-        self.evict([view], changed=False)
+        self.evict(memory, changed=False)
         return found
 
     def write(self, view: Tensor, values: Tensor) -> None:
         """Copy `values` into a managed tensor or a view of one. An evicted one stays evicted."""
+        import torch
+
         evicted = is_evicted(view)
+        memory = memory_of(view)
         if evicted:
-            self.fetch([view])
-            self.wait([view])
-        view.detach().copy_(values)
+            self.fetch(memory)
+            self.wait(memory)
+        with torch.no_grad():
+            view.copy_(values)
         if evicted:
-            self.evict([view])
+            self.evict(memory)
 
 
 class HostStore(StateStore):
@@ -151,9 +156,18 @@ class HostStore(StateStore):
         """Does nothing."""
 
 
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a store has for `tensor`: itself, or what a wrapper is made of."""
+    # torch's protocol of tensors that are made of others.
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in memory_of(getattr(tensor, name))]
+
+
 def is_evicted(tensor: Tensor) -> bool:
-    """Whether the tensor has elements and its memory was freed."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    """Whether the tensor has elements and its memory, or part of it, was freed."""
+    return any(t.numel() > 0 and t.untyped_storage().nbytes() == 0 for t in memory_of(tensor))
 
 
 def owns_storage(tensor: Tensor) -> bool:

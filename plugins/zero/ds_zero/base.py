@@ -157,9 +157,11 @@ class ZeroPartitioner(WeightOwner):
 
     def bind(self, optimizer: Optimizer) -> None:
         """See `Partitioner.bind`."""
-        # Its collectives would run once per tile, and ranks have other tiles.
-        if collects(optimizer) and any(b.masters.evicts is not None for b in self.buckets):
-            raise not_evicted(self.section)
+        store = self.offload.optimizer
+        if collects(optimizer) and store is not None and not store.resident:
+            if not hasattr(optimizer, "step_in_parts"):
+                raise not_evicted(self.section)
+            optimizer.step_in_parts(store)
         if collects(optimizer) and self.section.zenflow is not None:
             raise UsageError(
                 f"zero_optimization.zenflow: {type(optimizer).__name__} needs more than single "

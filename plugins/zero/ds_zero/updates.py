@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_core.partition import Stepper
-from ds_zero.offload.tiled_step import step
+from ds_zero.offload.placement import collects
+from ds_zero.offload.tiled_step import Round, agree_on_rounds, step
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -30,9 +31,14 @@ class Updates:
     def __init__(self, owner: ZeroPartitioner) -> None:
         self.owner = owner
         self._stepper: Stepper | None = None
+        # Of an optimizer that communicates, where a store frees memory: see `agree_on_rounds`.
+        self._rounds: list[Round] | None = None
 
     def bind(self, optimizer: Optimizer) -> None:
-        """The optimizer is there. Raises UsageError for one that will not do."""
+        """The optimizer is there. Raises UsageError for one that will not do. Collective."""
+        store = self.owner.offload.optimizer
+        if collects(optimizer) and store is not None and not store.resident:
+            self._rounds = agree_on_rounds(self.owner.reducer)
 
     def begin(self, plan: BackwardPlan) -> None:
         """A backward begins."""
@@ -47,7 +53,15 @@ class Updates:
         """
         states = self.owner.section.offload_optimizer
         ahead = states is not None and states.pipeline_read
-        step(optimizer, self.owner.reducer, self.stepper, grads, factor, ahead=ahead)
+        step(
+            optimizer,
+            self.owner.reducer,
+            self.stepper,
+            grads,
+            factor,
+            ahead=ahead,
+            rounds=self._rounds,
+        )
 
     @property
     def stepper(self) -> Stepper:

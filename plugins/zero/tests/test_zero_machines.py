@@ -13,6 +13,7 @@ from ds_zero.buckets.evicted import Evicted
 from ds_zero.buckets.masters import Deferred, DeviceCopy, InStore, Masters
 from ds_zero.buckets.sizes import Place, Sizes
 from ds_zero.buckets.weights import EvictedShard, HostShard, Sharded, Weights, weights_kind
+from ds_zero.offload.tiled_step import number_rounds
 from ds_zero.reduce.bucket_grads import Grads, HostGrads
 
 from ds_core.partition import GradState
@@ -160,3 +161,27 @@ def test_gradients_move_from_local_over_running_to_reduced() -> None:
     *states, message = run_ranks(2, transitions)[0]
     assert states == ["local", "running", "running", "local"]
     assert message.startswith("gradients of ") and message.endswith(": local to reduced")
+
+
+@pytest.mark.parametrize(
+    ("rows", "rounds"),
+    [
+        # All ranks have the same buckets: one after the other.
+        ([[["a", "b"], ["c"]], [["a", "b"], ["c"]]], {"a": 0, "b": 0, "c": 1}),
+        # Slices of other sizes are cut elsewhere: what is connected goes together.
+        (
+            [[["a", "b"], ["c", "d"], ["e"]], [["a"], ["b", "c"], ["d"], ["e"]]],
+            dict.fromkeys("abcd", 0) | {"e": 1},
+        ),
+        # Stages of a pipeline need not wait for each other, nor does one without any.
+        ([[["a"], ["b"]], [["c"]], []], {"a": 0, "b": 1, "c": 0}),
+        # A tied parameter connects them.
+        ([[["t"], ["a"]], [["b"], ["t"]]], {"a": 0, "b": 0, "t": 1}),
+    ],
+)
+def test_rounds_are_the_same_on_all_ranks(
+    rows: list[list[list[str]]], rounds: dict[str, int]
+) -> None:
+    found, count = number_rounds(rows)
+    assert found == rounds
+    assert count == max(rounds.values()) + 1

@@ -22,6 +22,7 @@ from ds_optimizers.eight_bit.blocks import SIZE, Blocks
 
 if TYPE_CHECKING:
     from ds_optimizer_kit import Layout
+    from ds_state_stores import StateStore
 
 
 class Adam8bit(FusedAdam):
@@ -61,6 +62,9 @@ class Adam8bit(FusedAdam):
     def bind_layout(self, layout: Layout) -> None:
         """Where the tensors of this optimizer lie in full parameters; without it they are full."""
         self.layout = layout
+
+    def step_in_parts(self, store: StateStore) -> None:
+        """See `ds_optimizer_kit.MatrixOptimizer.step_in_parts`; all states are of parameters."""
 
     def begin(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """See `KernelOptimizer.begin`."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_run_state.states import set_optimizer_state
-from ds_state_stores import StateStore, is_evicted, owns_storage
+from ds_state_stores import StateStore, is_evicted, memory_of, owns_storage
 from torch import Tensor
 
 from ds_zero.buckets.masters import InStore
@@ -77,9 +77,8 @@ class Evicted(InStore):
         """See `Masters.set_state`; joined states are given up, and joined anew by the next step."""
         self.joined.clear()
         old = optimizer.state.get(fragment.master, {})
-        self.store.discard(
-            [v for k, v in old.items() if isinstance(v, Tensor) and (k in values or not values)]
-        )
+        gone = [v for k, v in old.items() if isinstance(v, Tensor) and (k in values or not values)]
+        self.store.discard([part for v in gone for part in memory_of(v)])
         # Own storages, which the store can free.
         own = {k: v.clone() for k, v in values.items()}
         set_optimizer_state(optimizer, fragment.master, own)
@@ -92,9 +91,10 @@ class Evicted(InStore):
         found = {_storage(t): t for t in (self.flat, *self.joined.values())}
         for fragment in self.fragments:
             for value in optimizer.state.get(fragment.master, {}).values():
-                if _is_moment(value, fragment.master) and _storage(value) not in found:
-                    if is_evicted(value) or owns_storage(value):
-                        found[_storage(value)] = value
+                for part in memory_of(value) if _is_moment(value, fragment.master) else ():
+                    # What has no elements has nothing to free.
+                    if part.numel() and (is_evicted(part) or owns_storage(part)):
+                        found.setdefault(_storage(part), part)
         return list(found.values())
 
     @contextlib.contextmanager
@@ -135,7 +135,9 @@ class Evicted(InStore):
         for fragment in self.fragments:
             state = optimizer.state.get(fragment.master, {})
             for key, value in state.items():
-                own = _is_moment(value, fragment.master) and owns_storage(value)
+                moment = _is_moment(value, fragment.master)
+                # A wrapper has no memory of its own.
+                own = moment and memory_of(value)[0] is value and owns_storage(value)
                 if not own or _storage(value) in made:
                     continue
                 joined = self.joined.get(key)

@@ -16,7 +16,7 @@ from ds_run_state.states import (
     read_state,
     saved_optimizer_states,
 )
-from ds_state_stores import is_evicted
+from ds_state_stores import is_evicted, memory_of
 from torch import Tensor, nn
 
 from ds_core.errors import UsageError
@@ -133,9 +133,10 @@ class _Reader:
             self._bucket = bucket
             self._open = []
         if is_evicted(tensor):
-            store.fetch([tensor])
-            store.wait([tensor])
-            self._open.append((store, tensor))
+            memory = memory_of(tensor)
+            store.fetch(memory)
+            store.wait(memory)
+            self._open += [(store, part) for part in memory]
         return tensor.detach().clone()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,12 @@ class Layout:
         """Whether it is one of ZeRO's."""
         return "zero_optimization" in self.config
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether states are on a disk between updates."""
+        zero = self.config.get("zero_optimization", {})
+        return bool(zero.get("offload_optimizer", {}).get("device") == "nvme")
+
 
 def _zero(stage: int, **more: Any) -> dict[str, Any]:
     # Small buckets, so that a tensor lies in several.
@@ -46,12 +53,15 @@ def _zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# The folder of a run is its own, and goes with it.
+_DISK = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
 LAYOUTS: Mapping[str, Layout] = {
     "dp 2": Layout(2),
     "zero 1": Layout(2, {}, _zero(1)),
     "zero 2": Layout(2, {}, _zero(2)),
     "zero 3": Layout(2, {}, _zero(3)),
     "offload": Layout(2, {}, _zero(2, **_OFFLOAD)),
+    "disk": Layout(2, {}, _zero(3, **_DISK)),
     "tp": Layout(2, {"tp": 2}),
     "ep": Layout(2, {"ep": 2}),
     "pp": Layout(2, {"pp": 2}),
@@ -61,6 +71,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "tp, zero 3": Layout(4, {"tp": 2}, _zero(3)),
     "ep, zero 2": Layout(4, {"ep": 2}, _zero(2)),
     "ep, offload": Layout(4, {"ep": 2}, _zero(1, **_OFFLOAD)),
+    "tp, disk": Layout(4, {"tp": 2}, _zero(2, **_DISK)),
+    "pp, disk": Layout(4, {"pp": 2}, _zero(1, **_DISK)),
     "pp, zero 1": Layout(4, {"pp": 2}, _zero(1)),
     "pp, tp": Layout(4, {"pp": 2, "tp": 2}),
 }
@@ -69,13 +81,16 @@ ROUTES: Sequence[tuple[str, str]] = (
     ("ep", "offload"),
     ("pp", "tp"),
     ("zero 2", "ep, zero 2"),
+    ("tp, disk", "zero 3"),
+    ("zero 1", "disk"),
 )
 """A checkpoint of the one is resumed in the other."""
 
 
 def installed(layout: Layout) -> bool:
     """Whether what its sections ask for is there."""
-    return not layout.zero or importlib.util.find_spec("ds_zero") is not None
+    wanted = ["ds_zero"] * layout.zero + ["ds_nvme"] * layout.on_disk
+    return all(importlib.util.find_spec(name) is not None for name in wanted)
 
 
 def start(layout: Layout, wanted: Wanted, dtype: str, load: Sequence[str], kit: Any) -> Any:
