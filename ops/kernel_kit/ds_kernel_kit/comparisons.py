@@ -184,11 +184,8 @@ def _steps(spec: StepSpec) -> Comparisons:
             copy = (None, BF16, F16, F32)[number % 4] if mixture[0] is F32 else None
             for layouts in (("contiguous",), LAYOUTS):
                 lists = _operands(spec, mixture, device, layouts)
-                what = (
-                    f"{'/'.join(str(d).removeprefix('torch.') for d in mixture)} "
-                    f"{layouts[-1]}, "
-                    f"copies {copy}"
-                )
+                kinds = "/".join(str(d).removeprefix("torch.") for d in mixture)
+                what = f"{kinds} {layouts[-1]}, copies {copy}"
                 yield what, lambda lists=lists, copy=copy: same(function, lists, copy)  # type: ignore[misc]
         some = [_operands(spec, m, device, ("contiguous",)) for m in mixtures[:5]]
         mixed = [[t for lists in some for t in lists[i][1:5]] for i in range(width)]

@@ -49,11 +49,8 @@ def adam(
     """Adam, or AdamW when `decoupled`. step: the number of this update, from 1."""
     if not params:
         return
-    if (
-        bias_correction
-        and _alike(params, exp_avgs, exp_avg_sqs)
-        and (given := _fit_gradients(params, grads, scale))
-    ):
+    alike = bias_correction and _alike(params, exp_avgs, exp_avg_sqs)
+    if alike and (given := _fit_gradients(params, grads, scale)):
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         # torch's function takes the step as a tensor for each parameter.
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
