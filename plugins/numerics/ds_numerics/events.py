@@ -11,30 +11,37 @@ import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from ds_run_state.random_streams import STREAMS, Snapshot
+from ds_run_state.random_streams import SOURCES, STREAMS, RandomSource, Snapshot
 from torch import Tensor, nn
 
 from ds_core.gradients import BackwardPlan
 from ds_core.nested import map_leaves
 
+if TYPE_CHECKING:
+    from ds_core.context import Context
+
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The states of torch's generators, named streams, Python's generator and numpy's."""
+    """The states of torch's generators, named streams, Python's generator and numpy's, and of the
+    engine's `SOURCES`.
+    """
 
     streams: Snapshot
     python: Any
     numpy: Any
+    sources: tuple[tuple[RandomSource, Any], ...]
 
     @staticmethod
-    def now() -> RandomStates:
+    def now(ctx: Context) -> RandomStates:
         """As they are."""
         numpy = sys.modules.get("numpy")
         state = numpy.random.get_state() if numpy is not None else None
-        return RandomStates(STREAMS.snapshot(), random.getstate(), state)
+        sources = tuple((source, source.state()) for source in ctx.stash.get(SOURCES) or ())
+        return RandomStates(STREAMS.snapshot(), random.getstate(), state, sources)
 
     def restore(self) -> None:
         """Go on from here."""
@@ -42,6 +49,8 @@ class RandomStates:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+        for source, state in self.sources:
+            source.go_on_from(state)
 
 
 @dataclass(frozen=True, slots=True)

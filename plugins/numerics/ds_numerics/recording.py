@@ -147,7 +147,9 @@ class Recording:
         if self._autocast_differs():
             self.refusal = "a forward ran under another autocast than the engine's"
         inputs = [Kept.of(leaf) for leaf in leaves((args, kwargs))]
-        self.events.append(Forward(args, kwargs, inputs, RandomStates.now(), self.buffers.copies()))
+        self.events.append(
+            Forward(args, kwargs, inputs, RandomStates.now(self.ctx), self.buffers.copies())
+        )
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not self._inside:
@@ -185,7 +187,7 @@ class Recording:
             self._graph = graph
             self.backward += 1
             if self._first:
-                self.events.append(Backward(self._plan(), RandomStates.now()))
+                self.events.append(Backward(self._plan(), RandomStates.now(self.ctx)))
         if self._first:
             event = self.events[-1]
             if not isinstance(event, Backward) or (forward, number) in event.gradients:

@@ -99,7 +99,7 @@ def add_reduced(trace: Trace, shards: Iterable[GradientShard]) -> None:
 @contextlib.contextmanager
 def _states_kept(recording: Recording) -> Iterator[None]:
     """Inside, random states and buffers are those of the replay."""
-    states = RandomStates.now()
+    states = RandomStates.now(recording.ctx)
     buffers = _copies_of_buffers(recording)
     try:
         yield

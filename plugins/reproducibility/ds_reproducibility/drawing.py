@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ds_run_state.changes import StandIn, changing
 from ds_run_state.divided import divided
+from ds_run_state.random_streams import SOURCES
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
@@ -56,6 +57,7 @@ def install(model: nn.Module, ctx: Context, section: Reproducibility) -> nn.Modu
     if ctx.config.has(Trait.DIVIDES_DEPTH):
         _check_names(model, ctx)
     ctx.stash[BOOK] = book = Book(ctx, section)
+    ctx.stash[SOURCES] = [*(ctx.stash.get(SOURCES) or ()), book]
     with changing(model, ctx.undo):
         for name, module in model.named_modules():
             if module is model or _may_draw(module):

@@ -172,6 +172,8 @@ class Book:
         # Forwards and backwards since `micro_steps` changed, by chunk of a pipeline.
         self._seen: dict[tuple[int, int], list[int]] = {}
         self._had_backward = False
+        # How far the engine's micro_steps are ahead of the forward that is run again.
+        self._ahead = 0
 
         self._grids: dict[Any, Grid] = {}
         # By name: whether the module is an expert.
@@ -211,7 +213,7 @@ class Book:
             self.forget()
             self._step = engine.global_steps
             self._base = engine.micro_steps
-        micro, call = self._number(engine.micro_steps - self._base, chunk)
+        micro, call = self._number(engine.micro_steps - self._ahead - self._base, chunk)
         shape = next((leaf.shape for leaf in _leaves(inputs) if leaf.dim()), None)
         samples = self._samples(micro, shape)
         forward = Forward(
@@ -221,12 +223,29 @@ class Book:
         _seed(self._remember(spot))
         return spot
 
+    def state(self) -> Any:
+        """See `ds_run_state.random_streams.RandomSource`."""
+        engine = self.ctx.engine
+        micro_steps = engine.micro_steps - self._ahead
+        if engine.global_steps != self._step:
+            # The next forward begins a step.
+            return engine.global_steps, micro_steps, micro_steps, {}, False
+        seen = {place: list(counts) for place, counts in self._seen.items()}
+        return self._step, self._base, micro_steps, seen, self._had_backward
+
+    def go_on_from(self, state: Any) -> None:
+        """See `ds_run_state.random_streams.RandomSource`."""
+        self._step, self._base, micro_steps, seen, self._had_backward = state
+        self._ahead = self.ctx.engine.micro_steps - micro_steps
+        self._seen = {place: list(counts) for place, counts in seen.items()}
+
     def forget(self) -> None:
         """Forget all forwards: their step is over, or the counters are a checkpoint's."""
         self._step = -1
         self._spots.clear()
         self._seen.clear()
         self._had_backward = False
+        self._ahead = 0
 
     def after(self, spot: Spot, name: str) -> Spot:
         """The next place, after a draw of the module `name`."""

@@ -13,12 +13,13 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_core.accelerator import get_accelerator
+from ds_core.context import StashKey
 from ds_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -232,3 +233,17 @@ class RandomStreams:
 
 STREAMS = RandomStreams()
 """The streams of this process."""
+
+
+class RandomSource(Protocol):
+    """What random numbers of a model depend on beside the generators: forwards that are counted."""
+
+    def state(self) -> Any:
+        """What the next forward will draw by."""
+
+    def go_on_from(self, state: Any) -> None:
+        """Let the next forward draw by what `state` gave, in the same optimizer step."""
+
+
+SOURCES: StashKey[list[RandomSource]] = StashKey("random sources beside the generators")
+"""Those of an engine, for whoever runs a forward again."""
