@@ -183,7 +183,10 @@ class Layout:
                 if tensor in values and part.counts:
                     into.copy_(values[tensor])
             comm.label("sums of optimizers")
-            comm.all_reduce(total, op=op, group=lane.group)
+            if op is torch.distributed.ReduceOp.SUM and any(part.tied for part in cut.values()):
+                total = _sum_in_order(total, lane)
+            else:
+                comm.all_reduce(total, op=op, group=lane.group)
             found.update(zip(cut, total.split(sizes), strict=True))
         return found
 
@@ -227,6 +230,20 @@ class Layout:
         # One round trip to the device for all.
         flags = torch.cat(list(sums.values())).tolist() if sums else []
         return having | {t for t, flag in zip(sums, flags, strict=True) if flag}
+
+
+def _sum_in_order(mine: Tensor, lane: Lane) -> Tensor:
+    """The sum over the ranks of the lane, in their order. Collective.
+
+    An all-reduce adds up in an order that depends on where a value stands, and other groups that
+    have copies of a parameter have other ones beside it.
+    """
+    rows = mine.new_empty(comm.world_size(lane.group), mine.numel())
+    comm.all_gather_into_tensor(rows, mine, group=lane.group)
+    total = torch.zeros_like(mine)
+    for row in rows:
+        total += row
+    return total
 
 
 def _whole(tensor: Tensor) -> ParamPart:

@@ -21,7 +21,7 @@ from ds_zero.buckets import states
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.fragment_shard import FragmentShard, LocalFragmentShard
 from ds_zero.buckets.full_tensors import assign_owners
-from ds_zero.buckets.make import needs_full_tensors
+from ds_zero.buckets.make import needs_full_tensors, note_tied
 from ds_zero.buckets.records import Fragment
 from ds_zero.comm.collectives import AllGather, Broadcasts
 from ds_zero.config import AllowUntestedOptimizer, switch
@@ -98,6 +98,7 @@ class ZeroPartitioner(WeightOwner):
         # Without an optimizer there are no masters: a bucket is kept as one that is not trained.
         mine = [p for group in groups for p in group["params"]] if updated else []
         prepare_module(module, self.ctx)
+        note_tied(self.ctx)
         self.buckets = self._lay_out(module, mine)
         # Owners are chosen over all buckets, so that no rank gets more than its share of the model.
         if needs_full_tensors(self.ctx):

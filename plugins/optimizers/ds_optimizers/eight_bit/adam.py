@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Adam8bit(FusedAdam):
     """Adam, decoupled (AdamW) unless `adam_w_mode` is false, with moments in 8 bits.
 
-    min_8bit_size: elements of the smallest parameter whose moments have 8 bits; others, and complex
-        ones, have fp32.
+    min_8bit_size: elements of the smallest parameter whose moments have 8 bits; others, complex ones
+        and those that stages of a pipeline share have fp32.
 
     States ``exp_avg`` and ``exp_avg_sq`` read as fp32 (`ds_optimizers.eight_bit.blocks.Blocks`), also
     in checkpoints.
@@ -118,8 +118,12 @@ class Adam8bit(FusedAdam):
         return moment
 
     def _in_8_bits(self, param: Tensor) -> bool:
-        shape = param.shape if self.layout is None else self.layout.parts[param].shape
-        return not param.is_complex() and math.prod(shape) >= self.min_8bit_size
+        part = None if self.layout is None else self.layout.parts[param]
+        # Copies of a tied parameter must stay equal, and ranks that cut them elsewhere have other
+        # blocks.
+        if param.is_complex() or (part is not None and part.tied):
+            return False
+        return math.prod(param.shape if part is None else part.shape) >= self.min_8bit_size
 
     def _first(self, param: Tensor) -> int:
         """Where the tensor begins in a block of the flattened parameter."""

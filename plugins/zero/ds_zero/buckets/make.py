@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ds_core import comm
+from ds_core.context import StashKey
 from ds_core.gradients import arrange
+from ds_core.partition import COUNTED_ELSEWHERE
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.comm.hierarchy import sharding_axes
 from ds_zero.offload.placement import ON_DEVICE, StatePlacement
@@ -24,6 +27,18 @@ step pays for fresh pages: 70 of 410 ms CPU time for 114 MB."""
 def needs_full_tensors(ctx: Context) -> bool:
     """Whether the optimizer must see full tensors: unless it is declared to be element-wise."""
     return ctx.grain != "element"
+
+
+_TIED: StashKey[frozenset[str]] = StashKey("tied parameters of any rank")
+
+
+def note_tied(ctx: Context) -> None:
+    """Learn which parameters have copies on other ranks, which only the copies' ranks know.
+    Collective, before `make_buckets`.
+    """
+    copies = ctx.stash.get(COUNTED_ELSEWHERE)
+    mine = [] if copies is None else sorted(copies)
+    ctx.stash[_TIED] = frozenset(n for names in comm.all_gather_json(mine) for n in names)
 
 
 def make_buckets(
@@ -46,6 +61,8 @@ def make_buckets(
     small_on_host: buckets in host memory have at most `HOST_BYTES`.
     """
 
+    tied = ctx.stash.get(_TIED) or ()
+
     def kind(param: nn.Parameter) -> tuple[Any, ...]:
         info = ctx.params[param]
         return (
@@ -56,6 +73,9 @@ def make_buckets(
             param.device,
             param.requires_grad,
             placement(param),
+            # Ranks with a copy cut it at the same places then, so that what they add up over
+            # their parts, in optimizers too, has the same bits.
+            info.name if info.name in tied else "",
         )
 
     def most(key: tuple[Any, ...]) -> int:
