@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from ds_optimizer_kit.matrix_optimizer import split
+from ds_optimizer_kit.matrix_optimizer import split_here
 from ds_optimizers import SOAP, AdamW, Dion, GaLore, Muon, Shampoo, muon
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def contestants(layers: int, device: str) -> dict[str, Callable[[], object]]:
             if not made:  # made when it is wanted; its first step makes bases
                 given = parameters(layers, device)
                 names = {p: "up" if p.use_muon else "embed" for p in given}  # type: ignore[attr-defined]
-                made.append(kind(split([{"params": given}], names), **params))
+                made.append(kind(split_here([{"params": given}], names), **params))
             return made[0].step()
 
         return run

@@ -118,3 +118,15 @@ def test_circles_are_seen() -> None:
 
 def test_no_modules_import_each_other_at_run_time() -> None:
     assert circles(graph(*read_modules(PACKAGES))) == []
+
+
+def test_no_package_hands_on_a_name_that_is_a_module_of_its_own() -> None:
+    """Whoever imports the module first makes the name that module, for everybody."""
+    taken = [
+        f"{stub.parent.relative_to(ROOT)}: {name}"
+        for package in PACKAGES
+        for stub in package.rglob("__init__.pyi")
+        for name in re.findall(r"\bas (\w+)$", stub.read_text(), re.MULTILINE)
+        if (stub.parent / name).is_dir() or (stub.parent / f"{name}.py").exists()
+    ]
+    assert not taken

@@ -66,7 +66,7 @@ def config(kind: str, stage: int, offload: str, clip: float, **more: Any) -> dic
 
 def optimizer_of(kind: str, model: Any) -> Any:
     import ds_optimizers
-    from ds_optimizer_kit.matrix_optimizer import split
+    from ds_optimizer_kit.matrix_optimizer import split_here
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
@@ -74,7 +74,7 @@ def optimizer_of(kind: str, model: Any) -> Any:
     groups: Any = [{"params": list(names)}]
     params = KINDS[kind]
     kind = TYPES.get(kind, kind)
-    splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(MATRICES, split)}
+    splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(MATRICES, split_here)}
     groups = splits[kind](groups, names, **params) if kind in splits else groups
     return getattr(ds_optimizers, kind)(groups, **params)
 

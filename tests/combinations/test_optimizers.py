@@ -108,7 +108,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     """How far three steps in two stages are from one process."""
     import ds_optimizers
     import torch
-    from ds_optimizer_kit.matrix_optimizer import split
+    from ds_optimizer_kit.matrix_optimizer import split_here
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
     from ds_testing.truth import relative
@@ -123,7 +123,7 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     names = {p: n for n, p in truth.named_parameters()}
     params: Any = [{"params": list(names)}]
     cls = TYPES.get(kind, kind)
-    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split}
+    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split_here}
     params = splits[cls](params, names, **KINDS[kind]) if cls in splits else params
     optimizer = getattr(ds_optimizers, cls)(params, **KINDS[kind])
     for step in range(3):

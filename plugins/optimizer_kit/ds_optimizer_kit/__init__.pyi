@@ -1,4 +1,4 @@
-from ds_optimizer_kit.deal import deal as deal
+from ds_optimizer_kit.dealing import deal as deal
 from ds_optimizer_kit.exchange import MatrixExchange as MatrixExchange
 from ds_optimizer_kit.exchange import Unit as Unit
 from ds_optimizer_kit.exchange import group_alike as group_alike

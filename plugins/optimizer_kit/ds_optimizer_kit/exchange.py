@@ -20,7 +20,7 @@ from ds_run_state.slices import Slice
 from torch import Tensor
 
 from ds_core import comm
-from ds_optimizer_kit.deal import deal
+from ds_optimizer_kit.dealing import deal
 from ds_optimizer_kit.layout import Held
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from ds_optimizer_kit.exchange import MatrixExchange, Unit, group_alike, product
 from ds_optimizer_kit.layout import Layout
 from ds_optimizer_kit.owned import OwnedStates
 from ds_optimizer_kit.planning import ExchangeNeed, plan_exchange
+from ds_optimizer_kit.splitting import split_alike
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource, StateTensor
@@ -290,7 +291,16 @@ def adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: Group) -> N
 def split(
     groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **others: Any
 ) -> list[Group]:
-    """Each group as one of matrices and one of the rest; for ``OptimizerEntry(groups=...)``.
+    """`split_here`, alike on all ranks; for ``OptimizerEntry(groups=...)``. Collective."""
+    return split_alike(
+        groups, lambda some: split_here(some, names), ("matrices", "stacked"), _matrices_first
+    )
+
+
+def split_here(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **others: Any
+) -> list[Group]:
+    """Each group as one of matrices and one of the rest, empty ones left out.
 
     Matrices have two dimensions or more and are neither embeddings nor the head, by name.
     """
@@ -302,12 +312,16 @@ def split(
             stacked = stack_dims(param, name)
             matrices = is_matrix(param, name, stacked)
             kinds.setdefault((matrices, stacked if matrices else 0), []).append(param)
-        # Matrices first, then stacks of them, then the rest: the same groups on every rank.
-        for (matrices, stacked), some in sorted(
-            kinds.items(), key=lambda k: (not k[0][0], k[0][1])
-        ):
+        for kind in sorted(kinds, key=_matrices_first):
+            matrices, stacked = kind
+            some = kinds[kind]
             found.append({**group, "params": some, "matrices": matrices, "stacked": stacked})
     return found
+
+
+def _matrices_first(kind: Sequence[Any]) -> tuple[bool, int]:
+    """The order of groups: matrices, then stacks of them, then the rest."""
+    return not kind[0], kind[1]
 
 
 def stack_dims(param: Tensor, name: str) -> int:

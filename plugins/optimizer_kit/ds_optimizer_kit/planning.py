@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ds_optimizer_kit.deal import deal
+from ds_optimizer_kit.dealing import deal
 
 _FP32 = 4
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+from ds_optimizer_kit.splitting import split_alike
 from torch import Tensor
 
 from ds_core.errors import ConfigError, Problem, UsageError
@@ -61,6 +62,27 @@ def split_like_sgd(
     return _split(groups, names, params, factor)
 
 
+def adam_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **params: Any
+) -> list[dict[str, Any]]:
+    """`split_like_adam`, alike on all ranks. Collective."""
+    return _alike(groups, lambda some: split_like_adam(some, names, **params))
+
+
+def sgd_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[Any, str], **params: Any
+) -> list[dict[str, Any]]:
+    """`split_like_sgd`, alike on all ranks. Collective."""
+    return _alike(groups, lambda some: split_like_sgd(some, names, **params))
+
+
+def _alike(
+    groups: Iterable[Mapping[str, Any]], split: Callable[[Any], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    # Stages of a pipeline have matrices of other widths; a group has the rates of its kind.
+    return split_alike(groups, split, (MARK, "lr", "weight_decay"), lambda kind: kind)
+
+
 def _split(
     groups: Iterable[Mapping[str, Any]],
     names: Mapping[Any, str] | None,
@@ -69,8 +91,7 @@ def _split(
 ) -> list[dict[str, Any]]:
     """Each group by `factor` of its parameters: learning rate times it, weight decay divided by it.
 
-    Parts come in the order of their first parameters, on every rank alike. Their product stays, so
-    that weights shrink per step as fast at every width.
+    Their product stays, so that weights shrink per step as fast at every width.
     """
     found: list[dict[str, Any]] = []
     for group in groups:

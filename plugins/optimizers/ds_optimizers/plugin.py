@@ -75,9 +75,9 @@ OPTIMIZERS: Mapping[str, OptimizerEntry] = {
     "Dion": _matrices("dion:Dion", "Dion"),
     "GaLore": _matrices("galore:GaLore", "GaLore"),
     "SGD": _entry("sgd:SGD", "SGD"),
-    "MuAdam": _entry("mup:MuAdam", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
-    "MuAdamW": _entry("mup:MuAdamW", "MuAdam", groups="ds_optimizers.mup:split_like_adam"),
-    "MuSGD": _entry("mup:MuSGD", "SGD", groups="ds_optimizers.mup:split_like_sgd"),
+    "MuAdam": _entry("mup:MuAdam", "MuAdam", groups="ds_optimizers.mup:adam_groups"),
+    "MuAdamW": _entry("mup:MuAdamW", "MuAdam", groups="ds_optimizers.mup:adam_groups"),
+    "MuSGD": _entry("mup:MuSGD", "SGD", groups="ds_optimizers.mup:sgd_groups"),
     "OneBitAdam": _entry("onebit.adam:OneBitAdam", "OneBitAdam", partitioner=SELF_REDUCED),
     "ZeroOneAdam": _entry("onebit.zero_one:ZeroOneAdam", "ZeroOneAdam", partitioner=SELF_REDUCED),
     "OneBitLamb": _entry(

@@ -191,3 +191,23 @@ def test_a_schedule_must_leave_the_widths_their_rates() -> None:
     train(engine, batch, 4, loss=loss)
     narrow, wide = sorted({g["lr"] for g in engine.optimizer.param_groups})
     assert wide == pytest.approx(4 * narrow)
+
+
+def groups_of_a_stage() -> list[tuple[float, float, int]]:
+    """Rates, and how many parameters there are, of the groups of one stage of a pipeline."""
+    from ds_optimizers.mup import adam_groups
+
+    from ds_core import comm
+
+    layers = list(model())
+    some = nn.Sequential(*(layers[:2] if comm.rank() == 0 else layers[2:]))
+    names = {param: name for name, param in some.named_parameters()}
+    groups = adam_groups([{"params": list(names)}], names, lr=0.02, weight_decay=0.1)
+    return [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
+
+
+def test_stages_of_a_pipeline_have_the_same_groups() -> None:
+    first, last = run_ranks(2, groups_of_a_stage)
+    assert [row[:2] for row in first] == [row[:2] for row in last]
+    assert [row[2] for row in first] != [row[2] for row in last]
+    assert 0 in [row[2] for row in first]
