@@ -106,13 +106,16 @@ class MatrixExchange:
         """The matrices that this rank transforms whenever they are exchanged."""
         return (unit for lane in self._lanes for unit in lane.owned())
 
-    def owners_of(self, tensor: Tensor) -> tuple[Lane, dict[Unit, int]]:
-        """The matrices in `tensor`, each with its owner's place in the group of their lane."""
+    def owners_of(self, tensor: Tensor) -> tuple[Lane, dict[Unit, int]] | None:
+        """The matrices in `tensor`, each with its owner's place in the group of their lane.
+
+        None where the full parameter has no elements, and so no matrices.
+        """
         for lane in self._lanes:
             found = {unit: owner for unit, owner in lane.owners.items() if unit.tensor is tensor}
             if found:
                 return lane.lane, found
-        raise KeyError("a tensor without elements, or of another exchange")
+        return None
 
     def start(self, values: Mapping[Tensor, Tensor], used: Collection[Tensor]) -> None:
         """Send `values` to the owners; others may be worked on until `finish`. Collective.

@@ -122,12 +122,14 @@ class MatrixOptimizer(Optimizer):
         if param not in groups:
             return None
         exchange, owned = self._matrices(groups)
-        return owned.whole(*exchange.owners_of(param), key)
+        found = exchange.owners_of(param)
+        return None if found is None else owned.whole(*found, key)
 
     def put_whole_state(self, param: Tensor, key: str, value: Tensor) -> None:
         """Make `value`, of the shape that `whole_state` gives, that state."""
         exchange, owned = self._matrices(self._groups())
-        owned.put(exchange.owners_of(param)[1], key, value)
+        if (found := exchange.owners_of(param)) is not None:
+            owned.put(found[1], key, value)
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from ds_optimizer_kit import Held, Lane, Layout, MatrixExchange, ParamPart, plan_exchange
+from ds_optimizer_kit import (
+    Held,
+    Lane,
+    Layout,
+    MatrixExchange,
+    MatrixOptimizer,
+    ParamPart,
+    plan_exchange,
+)
 from ds_optimizer_kit.exchange import product_cost
 from ds_run_state.slices import Slice
 from ds_testing import Traffic, run_ranks
@@ -202,3 +210,19 @@ def planned_and_sent(sharded: bool) -> list[int]:
 def test_what_is_planned_is_what_the_busiest_rank_sends(sharded: bool) -> None:
     found = run_ranks(2, planned_and_sent, sharded)
     assert found[0][0] == max(sent for _, sent in found)
+
+
+def test_a_matrix_without_elements_has_no_state() -> None:
+    class Summing(MatrixOptimizer):
+        def update(self, stack: Any, group: Any, states: Any, step: int) -> Any:
+            states["sums"] = stack.sum(-1)
+            return stack
+
+    empty = torch.nn.Parameter(torch.zeros(0, 4))
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = Summing([empty, weight], {"lr": 0.1})
+    weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert optimizer.whole_state(empty, "sums") is None
+    sums = optimizer.whole_state(weight, "sums")
+    assert sums is not None and sums.tolist() == [4.0, 4.0, 4.0]
