@@ -219,6 +219,9 @@ def _can_hold(into: object, count: int, dtype: torch.dtype) -> TypeGuard[Tensor]
     """Whether `into` is a tensor whose memory can be read into."""
     if not isinstance(into, Tensor) or into.dtype != dtype or into.numel() != count:
         return False
+    # One that is made of other tensors has no memory of its own.
+    if hasattr(into, "__tensor_flatten__"):
+        return False
     return into.is_cpu and into.is_contiguous() and not into.is_quantized
 
 

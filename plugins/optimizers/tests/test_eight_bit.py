@@ -136,7 +136,8 @@ def test_every_layout_is_near_fp32_moments_of_one_process(world: int) -> None:
             assert not isinstance(weights, str), weights
             for name, weight in weights.items():
                 assert relative(weight, truth[name]) < 2e-3, (layout, name)
-                if layout in ("dp 2", "dp 4", "pp"):  # blocks of whole parameters
+                # Blocks of whole parameters; of a weight that stages share none is kept.
+                if layout in ("dp 2", "dp 4", "pp") and not (layout == "pp" and "tied" in name):
                     assert relative(weight, alone[name]) < 1e-6, (layout, name)
 
 

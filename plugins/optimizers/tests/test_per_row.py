@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from ds_optimizers import AdamMini
 from ds_optimizers.moments.compact import PerRow
 from ds_optimizers.moments.rows import Rows
+from ds_testing import run_ranks
 from torch import nn
 
 from ds_core.errors import UsageError
@@ -83,3 +85,43 @@ def test_a_loaded_state_goes_on_with_the_same_bits() -> None:
     for one, same in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, same)
         assert isinstance(resumed.state[same]["exp_avg_sq"], PerRow)
+
+
+def test_what_is_written_to_a_detached_state_is_written_to_it() -> None:
+    """As partitioners write, who detach first."""
+    stored = PerRow.of(torch.zeros(3, 4), rows_of(3, 4, 0, 12))
+    stored.detach().copy_(torch.ones(3, 4))
+    assert torch.equal(stored * 1, torch.ones(3, 4))
+    # A row that is all there is: as many values as it seems, not one that is read again and again.
+    vector = PerRow.of(torch.ones(5), rows_of(1, 5, 0, 5))
+    assert vector.dense().stride() == (1,)
+    assert vector.dense().untyped_storage().nbytes() == 20
+
+
+def test_a_checkpoint_is_loaded_into_an_engine_that_has_trained(tmp_path: Path) -> None:
+    """Once its values were written into the memory of one of a vector's rows, and beyond it."""
+    assert run_ranks(1, reloaded, str(tmp_path)) == [True]
+
+
+def reloaded(folder: str) -> bool:
+    from ds_testing.truth import start
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 300), nn.LayerNorm(300), nn.Linear(300, 1))
+    engine = start(model, optimizer={"type": "AdamMini", "params": {"lr": 0.01}})
+    batches = torch.randn(6, 4, 8)
+
+    def train(some: torch.Tensor) -> list[torch.Tensor]:
+        for batch in some:
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+    train(batches[:2])
+    engine.save_checkpoint(folder)
+    wanted = train(batches[2:])
+    for _ in range(3):
+        engine.load_checkpoint(folder)
+    found = train(batches[2:])
+    engine.destroy()
+    return all(map(torch.equal, found, wanted))

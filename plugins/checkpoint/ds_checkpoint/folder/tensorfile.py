@@ -135,6 +135,8 @@ def as_bytes(flat: Tensor) -> memoryview:
     Not by way of numpy, after which a storage cannot be resized any more.
     """
     flat = flat.resolve_conj().resolve_neg()
+    # Who reads into less memory than it seems to be writes over that of others.
+    assert flat.is_contiguous(), f"{tuple(flat.shape)} with strides {flat.stride()}"
     memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
     memory.owner = flat  # type: ignore[attr-defined]  # as long as there is a view of it
     return memoryview(memory).cast("B")

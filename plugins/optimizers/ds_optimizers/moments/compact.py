@@ -41,10 +41,20 @@ class Compact(Tensor):
         """What it takes in memory."""
         return sum(getattr(self, name).nbytes for name in self.__tensor_flatten__()[0])
 
+    def _alias(self) -> Tensor:
+        """Another wrapper of the same tensors: what is written to it is written to this one."""
+        names, context = self.__tensor_flatten__()
+        inner = {name: getattr(self, name) for name in names}
+        kind: Any = type(self)
+        alias: Tensor = kind.__tensor_unflatten__(inner, context, self.shape, None)
+        return alias
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.detach.default and isinstance(args[0], Compact):
+            return args[0]._alias()
         if func is torch.ops.aten.copy_.default and isinstance(args[0], Compact):
             args[0].replace(_read(args[1]).expand(args[0].shape))
             return args[0]
@@ -129,7 +139,8 @@ class PerRow(Compact):
 
     def dense(self) -> Tensor:
         """See `Compact.dense`."""
-        return self.spread(self.kept)
+        # Of a single row `spread` gives a view of one value.
+        return self.spread(self.kept).contiguous()
 
     def spread(self, values: Tensor) -> Tensor:
         """For each element what `values` has for its row."""
