@@ -121,3 +121,23 @@ def test_offload_states_takes_them_too(kind: str) -> None:
         moving.reload_states()
         again = [p.tensor for p in still.optimizer.owned_states()]
         assert all(map(torch.equal, owned, again))
+
+
+def test_directions_without_gradient_are_not_those_of_rounding() -> None:
+    """An expert with one token has a gradient of rank one, and later others."""
+    import ds_optimizers
+
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(6, 1, generator=generator).double() for _ in range(8)]
+    rounding = 1e-17 * torch.randn(6, 9, generator=generator).double()
+
+    def train(off: float) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(6, 9).double())
+        optimizer = ds_optimizers.GaLore([weight], lr=0.1, rank=3, update_proj_gap=2)
+        for draw in draws:
+            weight.grad = draw @ draw[:1].expand(1, 9) + off * rounding
+            weight.grad = weight.grad + draw @ (draw.t() @ torch.ones(6, 9).double()) / 9
+            optimizer.step()
+        return weight.detach()
+
+    assert torch.allclose(train(0.0), train(1.0), rtol=0, atol=1e-9)

@@ -68,9 +68,10 @@ class Dion(MatrixOptimizer):
         # 2. Of what is applied now, the momentum forgets a part.
         states["momentum_buffer"] = total - (1 - group["momentum"]) * left @ weighted.mT
         lengths = torch.linalg.vector_norm(weighted, dim=-2, keepdim=True)
-        found = weighted / (lengths + group["eps"])
-        # 3. Without any gradient yet there is no direction: the start stays what it is.
-        none = (lengths == 0).all(-1, keepdim=True)
+        # 3. A direction that no gradient has had yet stays what it is: what is there is rounding.
+        rounding = 8 * max(rows, columns) * torch.finfo(stack.dtype).eps
+        none = lengths <= rounding * lengths.amax(-1, keepdim=True)
+        found = torch.where(none, 0, weighted / (lengths + group["eps"]))
         states["right_factor"] = torch.where(none, right, found)
         change: Tensor = (rows / columns) ** 0.5 * left @ found.mT
         return change

@@ -71,9 +71,32 @@ class GaLore(MatrixOptimizer):
 def _basis(wide: Tensor, rank: int) -> Tensor:
     """The first left singular vectors, each with its largest entry positive.
 
-    An SVD leaves the sign open, which the moments must not take for a change of direction.
+    An SVD leaves the sign open, which the moments must not take for a change of direction. Where
+    the gradient has fewer directions than `rank` (an expert that got few tokens), rounding would
+    choose the others, in every layout others: they are those near to the axes instead.
     """
-    vectors = torch.linalg.svd(wide, full_matrices=False).U[..., :rank]
+    vectors, values, _ = torch.linalg.svd(wide, full_matrices=False)
+    vectors = vectors[..., :rank]
+    values = values[..., :rank]
+    known = values > values[..., :1] * (8 * max(wide.shape[-2:]) * torch.finfo(wide.dtype).eps)
+    if not bool(known.all()):
+        places = torch.arange(vectors.shape[-1], device=wide.device)
+        # The n-th that is not known is the n-th outside of those that are.
+        index = (places - known.sum(-1, keepdim=True)).clamp(min=0)
+        others = _outside(vectors * known[..., None, :])
+        others = others.gather(-1, index[..., None, :].expand_as(vectors))
+        vectors = torch.where(known[..., None, :], vectors, others)
     largest = vectors.abs().argmax(-2, keepdim=True)
     found: Tensor = vectors * vectors.gather(-2, largest).sign()
+    return found
+
+
+def _outside(vectors: Tensor) -> Tensor:
+    """An orthonormal basis of what is orthogonal to `vectors`, the first axes first; it begins the
+    columns.
+    """
+    size = vectors.shape[-2]
+    rest = torch.eye(size).to(vectors) - vectors @ vectors.mT
+    order = torch.linspace(2, 1, size).to(vectors)
+    found: Tensor = torch.linalg.eigh((rest * order) @ rest).eigenvectors.flip(-1)
     return found
