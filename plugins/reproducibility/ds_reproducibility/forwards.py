@@ -174,6 +174,8 @@ class Book:
         self._had_backward = False
         # How far the engine's micro_steps are ahead of the forward that is run again.
         self._ahead = 0
+        # Which micro-batch of which data-parallel rank, of how many, the next forward is said to be.
+        self._said: tuple[int, int, int] | None = None
 
         self._grids: dict[Any, Grid] = {}
         # By name: whether the module is an expert.
@@ -215,7 +217,8 @@ class Book:
             self._base = engine.micro_steps
         micro, call = self._number(engine.micro_steps - self._ahead - self._base, chunk)
         shape = next((leaf.shape for leaf in _leaves(inputs) if leaf.dim()), None)
-        samples = self._samples(micro, shape)
+        samples = self._samples(*(self._said or self._own(micro)), shape)
+        self._said = None
         forward = Forward(
             *(self._step, samples, call, chunk, self._positions(shape)), torch.is_grad_enabled()
         )
@@ -238,6 +241,10 @@ class Book:
         self._step, self._base, micro_steps, seen, self._had_backward = state
         self._ahead = self.ctx.engine.micro_steps - micro_steps
         self._seen = {place: list(counts) for place, counts in seen.items()}
+
+    def stand_for(self, micro: int, index: int, parts: int) -> None:
+        """See `ds_run_state.random_streams.RandomSource`."""
+        self._said = micro, index, parts
 
     def forget(self) -> None:
         """Forget all forwards: their step is over, or the counters are a checkpoint's."""
@@ -318,13 +325,14 @@ class Book:
         seen[1] += 1
         return ended + seen[0], seen[1]
 
-    def _samples(self, micro: int, shape: torch.Size | None) -> Samples:
+    def _own(self, micro: int) -> tuple[int, int, int]:
+        return micro, self.ctx.mesh.index("batch"), self.ctx.mesh.size("batch")
+
+    def _samples(self, micro: int, index: int, parts: int, shape: torch.Size | None) -> Samples:
         dim = self.section.batch_dim
         count = self.ctx.batch.micro
         if shape is not None and len(shape) > dim:
             count = shape[dim]
-        parts = self.ctx.mesh.size("batch")
-        index = self.ctx.mesh.index("batch")
         if self.section.samples == "blocks":
             return Samples(count, (micro * parts + index) * count, 1, dim)
         return Samples(count, micro * count * parts + index, parts, dim)

@@ -239,10 +239,15 @@ class RandomSource(Protocol):
     """What random numbers of a model depend on beside the generators: forwards that are counted."""
 
     def state(self) -> Any:
-        """What the next forward will draw by."""
+        """What the next forward, or the running one, draws by."""
 
     def go_on_from(self, state: Any) -> None:
         """Let the next forward draw by what `state` gave, in the same optimizer step."""
+
+    def stand_for(self, micro: int, index: int, parts: int) -> None:
+        """The next forward is that of a micro-batch of the step, as one of `parts` data-parallel
+        ranks has it, that of `index`.
+        """
 
 
 SOURCES: StashKey[list[RandomSource]] = StashKey("random sources beside the generators")

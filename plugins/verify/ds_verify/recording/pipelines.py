@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ds_core.engine import Runner
+from ds_core.errors import UsageError
 from ds_verify.recording.calls import Calls
 from ds_verify.recording.recorder import Driver, Recorder, in_backward
 from ds_verify.recording.tensors import Place
@@ -88,6 +89,12 @@ class PipelineRecorder(Recorder):
     def watch(self) -> None:
         """Install all hooks, and see the batches of the runner."""
         module: Any = self.module
+        if module.cut_batch is not None:
+            raise UsageError(
+                "verify does not compare pipelines (section pipeline) whose ranks have parts of "
+                "sequences (sequence_parallel.size): each has a part of the last stage's output, "
+                "of which the loss is outside; verify each of the two alone"
+            )
         engine = self.ctx.engine
         runner = engine.runner
         engine.runner = WatchedRunner(runner, self.begin_batch)
@@ -130,8 +137,7 @@ class PipelineRecorder(Recorder):
         self.active = True
         if self._chunk == 0:
             self.calls.begin(self.micro, args, {})
-        self.keep_random()
-        self.seed(self.place, 0)
+        self.draw_by(self.place, 0)
 
     def show(self, output: Any) -> Any:
         """What the last chunk gives is the model's output."""
@@ -141,6 +147,8 @@ class PipelineRecorder(Recorder):
         return None
 
     def _seed_layer(self, name: str, layer: nn.Module, args: Any) -> None:
+        if self.sources:
+            return  # they know the layer by its name
         if in_backward():
             # Computed again, where `checkpoint` keeps the generators of the outside.
             self.seed(self._nth("again", name), zlib.crc32(name.encode()))

@@ -20,9 +20,11 @@ import torch
 from ds_run_state import RunState
 from ds_run_state.blocks import repeated_blocks
 from ds_run_state.changes import leaves, replace_leaves
+from ds_run_state.random_streams import SOURCES, RandomSource
 from ds_run_state.states import StateTensor
 from torch import Tensor, nn
 
+from ds_core import comm
 from ds_verify.recording.calls import Calls
 from ds_verify.recording.records import Entry
 from ds_verify.recording.tensors import Place, Tensors, divided, name_of
@@ -38,6 +40,9 @@ class Driver(Protocol):
 
     replayed: bool
     """Whether the run will be replayed, so that its calls must be written."""
+
+    parts: int
+    """Data-parallel ranks of the run that is replayed; 0: of this run."""
 
     def start(self, recorder: Recorder) -> None:
         """The first forward of the script is about to begin."""
@@ -73,6 +78,15 @@ class Recorder:
     _had_backward: bool = False
     """Whether gradients have come since the micro-batch began: the next forward is another's."""
 
+    # -- random numbers
+    _told: tuple[Place, int] | None = None
+    """What `state` has given last."""
+    _drawn: tuple[Place, int] = ((0, 0), 0)
+    """By what the forward that runs, or ran last, draws: see `seed`."""
+    _again: tuple[Place, int] | None = None
+    """The same of a forward that another plugin runs again; None where none does. Nothing of it is
+    recorded."""
+
     def __init__(self, ctx: Context, section: Verify, driver: Driver) -> None:
         self.ctx = ctx
         self.section = section
@@ -83,12 +97,14 @@ class Recorder:
         self.folder = Path(section.folder)
         self.tensors = Tensors(ctx, self.folder / f"rank{ctx.rank}", section.limit)
         self.calls = self.make_calls()
-        self.shared = self.find_shared()
+        # Stages have other parameters, and rank 0 writes the facts.
+        everyone = comm.all_gather_json(self.find_shared())
+        self.shared = tuple(sorted({name for names in everyone for name in names}))
         self.undo: list[Callable[[], object]] = []
         # Calls of modules in the micro-batch.
         self._times: Counter[str] = Counter()
         # The state of the generators outside of the forward.
-        self._random: tuple[Any, Any]
+        self._random: tuple[Any, Any] | None = None
         self._param_order = {info.name: i for i, info in enumerate(ctx.params.values())}
 
     def make_calls(self) -> Calls:
@@ -111,6 +127,9 @@ class Recorder:
     def watch(self) -> None:
         """Install all hooks on modules and parameters, until `close` or the engine's end."""
         self.ctx.undo(self.close)
+        sources = self.ctx.stash.get(SOURCES) or []
+        self.ctx.stash[SOURCES] = [*sources, self]
+        self.undo.append(lambda: self.ctx.stash.__setitem__(SOURCES, sources))
         module = self.module
         keep = self.keep
         keep(module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
@@ -149,6 +168,9 @@ class Recorder:
             raise SystemExit(0)
         if not module.training or not torch.is_grad_enabled() or in_backward():
             return
+        if self._again is not None:
+            self.draw_by(*self._again)
+            return
         if not self.started:
             self.started = True
             self.driver.start(self)
@@ -160,9 +182,51 @@ class Recorder:
             self.driver.begin_step(self)
         self.active = True
         self.calls.begin(self.micro, args, kwargs)
-        self.keep_random()
-        self.seed(self.place, self._times["the model"])
+        self.draw_by(self.place, self._times["the model"])
         self._times["the model"] += 1
+
+    # -- random numbers; see `ds_run_state.random_streams.RandomSource` -----------------------------
+
+    @property
+    def sources(self) -> list[RandomSource]:
+        """Others by which the model draws: they are told the place, and the generators are theirs."""
+        return [s for s in self.ctx.stash.get(SOURCES) or () if s is not self]
+
+    def draw_by(self, place: Place, number: int) -> None:
+        """Let a forward that begins draw what its micro-batch draws in every layout.
+
+        number: of the forward in the micro-batch.
+        """
+        self._drawn = place, number
+        if others := self.sources:
+            for source in others:
+                source.stand_for(*place, self.parts)
+            return
+        self._random = torch.get_rng_state(), self.ctx.accelerator.get_rng_state()
+        self.seed(place, number)
+
+    def state(self) -> Any:
+        """By what the running forward draws, or else the next."""
+        if self.active:
+            place, number = self._drawn
+        else:
+            place = self.micro + self._had_backward, self.part
+            number = 0 if self._had_backward else self._times["the model"]
+        # Another object each time: `go_on_from` knows the last one.
+        self._told = (place, number)
+        return self._told
+
+    def go_on_from(self, state: Any) -> None:
+        """Whoever runs forwards again tells which ones, and in the end gives the last state back."""
+        self._again = None if state is self._told else state
+
+    def stand_for(self, micro: int, index: int, parts: int) -> None:
+        """Nothing: the recorder knows the place."""
+
+    @property
+    def parts(self) -> int:
+        """The data-parallel ranks whose micro-batches a step has; of the subject in a reference."""
+        return self.driver.parts or self.ctx.mesh.size("batch")
 
     def seed(self, place: Place, number: int) -> None:
         """Seed the generators by the micro-batch, and a number that tells what is drawn."""
@@ -170,14 +234,12 @@ class Recorder:
         torch.manual_seed(seed)
         self.ctx.accelerator.manual_seed(seed)
 
-    def keep_random(self) -> None:
-        """Remember the generators, for `restore_random`."""
-        self._random = torch.get_rng_state(), self.ctx.accelerator.get_rng_state()
-
     def restore_random(self) -> None:
         """The script's own random numbers go on as if nothing had been seeded."""
-        torch.set_rng_state(self._random[0])
-        self.ctx.accelerator.set_rng_state(self._random[1])
+        if self._random is not None:
+            torch.set_rng_state(self._random[0])
+            self.ctx.accelerator.set_rng_state(self._random[1])
+            self._random = None
 
     @property
     def place(self) -> Place:
@@ -193,6 +255,8 @@ class Recorder:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward of the whole model is over."""
         if not self.active:
+            if self._again is not None and not in_backward():
+                self.restore_random()
             return None
         self.active = False
         self.restore_random()
@@ -251,7 +315,7 @@ class Recorder:
         self._activation("backward", label, grad, place, self._factor())
 
     def _local_gradient(self, name: str, grad: Tensor) -> None:
-        if not self.started or self.done or grad.is_sparse:
+        if not self.started or self.done or grad.is_sparse or self._again is not None:
             return
         self._had_backward = True
         self._scale = self._factor()

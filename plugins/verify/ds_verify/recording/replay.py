@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ds_run_state import RunState
 from ds_run_state.changes import leaves
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_core.errors import UsageError
 from ds_core.nested import map_leaves, to_device
@@ -37,6 +37,7 @@ class Save:
     """Keeps what the reference begins each step with."""
 
     replayed = True
+    parts = 0
 
     def start(self, recorder: Recorder) -> None:
         """The facts, and the weights with which ranks begin."""
@@ -60,6 +61,7 @@ class Replay:
         self.source = Path(section.source)
         text = (self.source / "facts.json").read_text(encoding="utf-8")
         self.facts: dict[str, Any] = json.loads(text)
+        self.parts = int(self.facts["parts"])
         self.perturb = section.perturb
         # What a script calls in place of the module's forward, in the call that is about to begin.
         self.forward: Any = None
@@ -171,6 +173,18 @@ def weighted(output: Any, gradients: Mapping[int, Tensor]) -> list[Tensor]:
     return [(found[place] * gradient).sum() for place, gradient in gradients.items()]
 
 
+def _weighted_sum(output: Any, gradients: Mapping[int, Tensor]) -> Any:
+    return sum(weighted(output, gradients))
+
+
+class _Weighted(nn.Module):
+    """`_weighted_sum` as a module."""
+
+    def forward(self, output: Any, gradients: Mapping[int, Tensor]) -> Any:
+        """See `weighted`."""
+        return _weighted_sum(output, gradients)
+
+
 def run_batch(recorder: Recorder, batch: Mapping[tuple[int, int], list[Call]]) -> None:
     """One step of a model that is written as a pipeline."""
     engine: Any = recorder.ctx.engine
@@ -181,7 +195,9 @@ def run_batch(recorder: Recorder, batch: Mapping[tuple[int, int], list[Call]]) -
     kept = module.batch_fn, module.loss_fn
     module.batch_fn = None
     if module.is_last_stage():
-        module.loss_fn = lambda output, gradients: sum(weighted(output, gradients))
+        # In the place of a module torch takes nothing else.
+        of_module = isinstance(module.loss_fn, nn.Module)
+        module.loss_fn = _Weighted() if of_module else _weighted_sum
     try:
         engine.train_batch(iter(rows))
     finally:
