@@ -46,6 +46,15 @@ def test_stages_are_aligned_by_name(tmp_path: Path, world: int, config: dict[str
     assert not report.skipped
 
 
+def test_autocast_of_a_reference_uses_the_weights_of_its_step(tmp_path: Path) -> None:
+    """All of a replay runs inside of one forward, whose autocast kept the weights of step 0."""
+    config = {**ZERO_1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    report = verify(run_ranks, tmp_path, config)
+    forwards = [row for row in report.rows if row.kind == "forward"]
+    assert {row.step for row in forwards} == {0, 1}
+    assert max(row.ratio for row in forwards) == 0.0
+
+
 @SLOW
 def test_a_fault_in_a_stage_is_named(tmp_path: Path) -> None:
     config = {

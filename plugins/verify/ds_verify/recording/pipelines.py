@@ -89,7 +89,7 @@ class PipelineRecorder(Recorder):
     def watch(self) -> None:
         """Install all hooks, and see the batches of the runner."""
         module: Any = self.module
-        if module.cut_batch is not None:
+        if self.ctx.mesh.has("sp") and self.ctx.mesh.size("sp") > 1:
             raise UsageError(
                 "verify does not compare pipelines (section pipeline) whose ranks have parts of "
                 "sequences (sequence_parallel.size): each has a part of the last stage's output, "

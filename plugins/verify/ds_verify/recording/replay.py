@@ -106,6 +106,9 @@ class Replay:
             scaler.scale *= int(self.facts["parts"]) / recorder.ctx.mesh.size("batch")
         if eps:
             perturb_weights(recorder, eps)
+        # All of this is inside of the script's first forward, whose autocast keeps 16-bit copies of
+        # the weights that it began with.
+        torch.clear_autocast_cache()
         recorder.record_weights()
         recorder.tensors.writer.write(f"begin{step}")
 
