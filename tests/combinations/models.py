@@ -84,10 +84,12 @@ class Block(nn.Module):
         self.second = Norm(WIDTH)
         self.attention = Attention()
         self.mlp = MLP()
+        # Nothing is dropped unless a trial sets its share.
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
-        return hidden + self.mlp(self.second(hidden))
+        return hidden + self.drop(self.mlp(self.second(hidden)))  # type: ignore[no-any-return]
 
 
 class WrittenBlock(Block):
@@ -115,7 +117,7 @@ class ExpertBlock(Block):
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.attention(self.first(hidden))
-        return hidden + self.mlp(self.second(hidden))[0]  # type: ignore[no-any-return]
+        return hidden + self.drop(self.mlp(self.second(hidden))[0])  # type: ignore[no-any-return]
 
 
 class DividedExpertBlock(ExpertBlock):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ds_testing.kits.matrix.covering import Row
@@ -157,6 +157,18 @@ FEATURES: Mapping[str, Mapping[str, Value]] = {
         "Lamb": optimizer("Lamb", **ADAM),
         "AdamMini": optimizer("AdamMini", **ADAM),
         "ScheduleFreeAdamW": optimizer("ScheduleFreeAdamW", warmup_steps=2, **ADAM),
+        "NorMuon": optimizer("Muon", weight_decay=0.1, variant="normuon"),
+        "SOAP": optimizer("SOAP", precondition_frequency=2, **ADAM),
+        "Shampoo": optimizer("Shampoo", precondition_frequency=2, damping=1e-4, weight_decay=0.1),
+        "Dion": optimizer("Dion", weight_decay=0.1),
+        "GaLore": optimizer("GaLore", rank=3, update_proj_gap=2, weight_decay=0.1),
+        "AdamW8bit": replace(
+            optimizer("AdamW8bit", min_8bit_size=0, **ADAM),
+            within=0.05,
+            note="moments have 8 bits, in blocks that ranks may share",
+        ),
+        # Its warm-up: what it compresses then has no truth in one process.
+        "OneBitAdam": optimizer("OneBitAdam", freeze_step=100, **ADAM),
     },
     "precision": {
         "fp64": Value(),
@@ -248,6 +260,15 @@ FEATURES: Mapping[str, Mapping[str, Value]] = {
         "stage": Value(words=("checkpoint",)),
         "world": Value(words=("checkpoint",)),
     },
+    "random": {
+        "none": Value(),
+        "dropout": Value(
+            {"reproducibility": {"samples": "blocks"}},
+            words=("reproducibility",),
+            with_engine=True,
+        ),
+    },
+    "replay": {"none": Value(), "replayed": Value({"numerics": {"every": 2}}, words=("numerics",))},
     "routing": {
         "none": Value(),
         "layer_drop": Value(
@@ -278,7 +299,7 @@ FEATURES: Mapping[str, Mapping[str, Value]] = {
     },
 }
 
-ALONE = ("tp", "sp", "ep", "pp", "wires", "comm", "moved", "compile", "recompute")
+ALONE = ("tp", "sp", "ep", "pp", "wires", "comm", "moved", "compile", "recompute", "replay")
 """Features that the engine in one process, with which a run is compared, has not."""
 NUMERIC = ("stage", "tp", "sp", "ep", "pp", "optimizer", "precision", "clip", "gas", "trained")
 """The numeric core, of which every triple is tried."""

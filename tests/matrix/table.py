@@ -20,9 +20,10 @@ PAGE = HERE.parent.parent / "docs" / "combinations.md"
 HEAD = """# Combinations
 
 What features do together. `make test-matrix` trains a small decoder in rows that hold every pair of
-the values below, and compares losses and all weights with plain torch in fp64 in one process; in
-less than fp64 with what the engine in one process is off by itself. This page is generated from its
-results: `python tests/matrix/matrix.py --write`.
+the values below, and every triple of those of its numeric core (stage, tp, sp, ep, pp, optimizer,
+precision, clipping, accumulation, freezing), and compares losses and all weights with plain torch in
+fp64 in one process; in less than fp64 with what the engine in one process is off by itself. This page
+is generated from its results: `python tests/matrix/matrix.py --write`.
 
 - **exact**: equal to rounding (1e-9 of the way that weights went, in fp64).
 - **as documented**: the feature changes numbers by design; how far they may be off is in the table.

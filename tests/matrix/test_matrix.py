@@ -36,9 +36,25 @@ FOUND = {
     "frozen parameters in tiles, gathered for each module": "trained=thawed stage=z3 sp=tiled",
     "experts in compiled blocks": "compile=at_start ep=ep tp=tp stage=z3",
     "collectives in compiled blocks": "compile=at_start sp=ulysses stage=z3",
+    "elements that were rounded by where they stand": (
+        "stage=z1 sp=ring ep=experts pp=1f1b optimizer=Muon gas=4"
+    ),
+    "norms of tied weights that stages cut elsewhere": "stage=z1 pp=1f1b optimizer=Lamb gas=4",
+    "tied weights in blocks of 8 bits": "stage=z2 pp=1f1b optimizer=AdamW8bit",
+    "groups of matrices that a stage has none of": (
+        "stage=z1 pp=1f1b optimizer=Shampoo trained=frozen moved=same"
+    ),
+    "directions that no gradient of an expert has (GaLore)": (
+        "stage=z2 sp=ring ep=ep optimizer=GaLore gas=1 trained=thawed"
+    ),
+    "directions that no gradient of an expert has (Dion)": (
+        "stage=z3 sp=ulysses ep=experts pp=zero_bubble optimizer=Dion gas=1"
+    ),
+    "dropout that a replay counts anew": "trained=thawed random=dropout replay=replayed",
 }
 SAMPLE = {
     "many at once": "stage=z3 offload=param tp=tp optimizer=AdamMini clip=clip trained=thawed gas=1",
+    "on disk, with random numbers": "offload=nvme stage=z3 optimizer=SOAP tp=tp random=dropout",
     "in bf16": "stage=z2 sp=ulysses precision=bf16 groups=two schedule=warmup recompute=blocks",
 }
 

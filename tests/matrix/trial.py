@@ -91,6 +91,15 @@ def model_of(row: Row) -> nn.Module:
         model: nn.Module = m.Decoder(block)
     else:
         model = m.pipeline(block, chunks=2 if row["pp"] == "interleaved" else 1)
+    return prepared(model, row)
+
+
+def prepared(model: nn.Module, row: Row) -> nn.Module:
+    """The model with what a row has in its modules."""
+    if row["random"] == "dropout":
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.25
     if row["sp"] == "ring":
         for module in model.modules():
             if isinstance(module, m.Attention):
@@ -135,7 +144,7 @@ def train_in_layout(
     for step in steps:
         if row["trained"] == "thawed" and step >= THAWED_AT:
             thaw(engine.module)
-        losses.append(_step(engine, row, step, gas))
+        losses.append(one_step(engine, row, step, gas))
     if save:
         engine.save_checkpoint(folder)
     found = whole_weights(engine)
@@ -143,17 +152,19 @@ def train_in_layout(
     return losses, found
 
 
-def _step(engine: Any, row: Row, step: int, gas: int) -> float:
+def one_step(engine: Any, row: Row, step: int, gas: int) -> float:
     """The mean loss of a step, of all ranks."""
     from ds_core import comm
 
-    first = engine.ctx.mesh.index("batch") * gas
+    mesh = engine.ctx.mesh
+    # A micro-batch to each rank in turn, as one process is to draw its random numbers.
+    numbers = range(mesh.index("batch"), gas * mesh.size("batch"), mesh.size("batch"))
     if row["pp"] != "none":
-        batches = [m.pipe_batch(step, *number(first + micro)) for micro in range(gas)]
+        batches = [m.pipe_batch(step, *number(place)) for place in numbers]
         return float(engine.train_batch(iter(batches)))
     total = torch.zeros((), dtype=torch.float64)
-    for micro in range(gas):
-        loss = engine(**m.batch(step, *number(first + micro)))
+    for place in numbers:
+        loss = engine(**m.batch(step, *number(place)))
         engine.backward(loss)
         engine.step()
         total += loss.detach().double() / gas
@@ -184,6 +195,7 @@ def _moved(row: Row, world: int, places: int, gas: int) -> tuple[dict[str, str],
     """The row that goes on, its ranks and accumulation."""
     then = dict(row)
     bound = row["offload"] in ("param", "zenflow") or row["wires"] != "none"
+    bound = bound or row["optimizer"] == "OneBitAdam"
     if row["moved"] == "stage" and not bound:
         others = {"z0": "z1", "z1": "z3", "z2": "z1", "z3": "z2"}
         then["stage"] = others[row["stage"]]
@@ -236,6 +248,7 @@ def plainly(row: Row, total: int) -> Trained:
 def optimizer_of(row: Row, model: nn.Module) -> Any:
     """torch's own; or ours, which has its own tests, on a model that is not divided."""
     import ds_optimizers
+    from ds_optimizer_kit.matrix_optimizer import split_here
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
@@ -245,7 +258,8 @@ def optimizer_of(row: Row, model: nn.Module) -> Any:
     if section["type"] in ("AdamW", "SGD", "Adagrad"):
         return getattr(torch.optim, section["type"])(groups, **params)
     names = {p: n for n, p in model.named_parameters()}
-    splits = {"Muon": split_groups, "AdamMini": split_stacks}
+    matrices = ("SOAP", "Shampoo", "Dion", "GaLore")
+    splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(matrices, split_here)}
     if section["type"] in splits:
         groups = splits[section["type"]](groups, names, **params)
     return getattr(ds_optimizers, section["type"])(groups, **params)

@@ -1,0 +1,50 @@
+"""Clean rows of the matrix under ds-verify, and those that once raised an alarm, or stopped it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import matrix
+import verified
+from ds_testing.kits.matrix.covering import Rules
+from features import possible
+
+CLEAN = {
+    "counted dropout in parts, computed again": "random=dropout tp=tp recompute=blocks stage=z3",
+    "counted dropout in parts of sequences": "random=dropout sp=ring",
+    "replays of a step": "replay=replayed gas=4 random=dropout stage=z2",
+    "experts of a later stage": "pp=interleaved ep=ep random=dropout",
+    "a loss that is a module": "pp=1f1b stage=z1 clip=clip",
+    "states on disk": "offload=nvme stage=z2 optimizer=SOAP",
+}
+
+
+def row_of(text: str) -> dict[str, str]:
+    """The plainest row with the values that `text` names."""
+    given = dict(choice.split("=") for choice in text.split())
+    row = Rules(verified.VALUES, matrix.known(), possible).complete(given)
+    assert row is not None, f"{text} is refused"
+    return row
+
+
+@pytest.mark.fast_cases("replays of a step", "experts of a later stage")
+@pytest.mark.parametrize("name", list(CLEAN))
+def test_a_clean_run_raises_no_alarm(name: str) -> None:
+    result = verified.judged(row_of(CLEAN[name]))
+    assert result["kind"] == "equal", result
+
+
+def test_pipelines_that_divide_sequences_are_refused() -> None:
+    result = verified.judged(row_of("pp=1f1b sp=ring"))
+    assert result["kind"] == "refused", result
+    assert "pipeline" in result["said"] and "sequence_parallel.size" in result["said"]
+
+
+def test_the_rows_are_as_many_as_asked_and_all_differ() -> None:
+    rows = verified.chosen(90)
+    assert len({matrix.title(row) for row in rows}) == 90

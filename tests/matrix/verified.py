@@ -1,0 +1,176 @@
+"""Clean runs of the matrix through ds-verify: it must raise no alarm in any of them.
+``python tests/matrix/verified.py [--rows 300]``
+
+A row is trained in its layout with the recorder, replayed in one process, and once more from moved
+weights, as ``dscore verify`` does. Results are appended to a file, so a run that was interrupted
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "combinations"))
+
+import matrix  # noqa: E402
+import models as m  # noqa: E402
+import trial  # noqa: E402
+import verdicts  # noqa: E402
+from ds_testing import RemoteError, run_ranks  # noqa: E402
+from ds_testing.kits.matrix.covering import Row, Rules, combinations, cover  # noqa: E402
+from ds_verify.comparing import Report, compare_folders  # noqa: E402
+from ds_verify.runs import replay_overrides  # noqa: E402
+from features import NAMES, possible  # noqa: E402
+
+STEPS = 2
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    # What changes numbers by design, or does the updates at other times.
+    "offload": ("zenflow",),
+    "wires": ("qwZ", "qgZ"),
+    "comm": ("fp32",),
+    "optimizer": ("OneBitAdam", "AdamW8bit"),
+    "routing": ("layer_drop", "random_ltd", "quantised"),
+    # Two runs, and what a program does between its steps.
+    "moved": ("same", "stage", "world"),
+    "trained": ("thawed",),
+}
+VALUES = {
+    name: tuple(v for v in values if v not in LEFT_OUT.get(name, ()))
+    for name, values in NAMES.items()
+}
+"""The features that are verified."""
+
+
+def train(
+    row: Row, folder: str, gas: int, section: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> None:
+    """On every rank: the program of a row, which the recorder ends.
+
+    config: that of the reference; None: the row's own.
+    """
+    import ds_core
+
+    model = trial.model_of(row) if config is None else _undivided(row)
+    trial.freeze(model, row["trained"])
+    given = trial.settings(row, folder, gas) if config is None else dict(config)
+    engine, *_ = ds_core.initialize(
+        model=model,
+        model_parameters=trial.groups_of(model, row) if row["groups"] == "two" else None,
+        config={**given, "verify": dict(section)},
+    )
+    try:
+        for step in range(20):
+            trial.one_step(engine, row, step, gas)
+    except SystemExit as end:
+        assert not end.code
+        engine.destroy()
+        return
+    raise AssertionError("the recorder ends the program after its last step")
+
+
+def _undivided(row: Row) -> Any:
+    """The row's model in one process: of one stage, with all experts."""
+    alone = {**row, "ep": "none" if row["ep"] == "none" else "experts"}
+    if row["pp"] == "none":
+        return trial.model_of(alone)
+    block = m.Block if alone["ep"] == "none" else m.ExpertBlock
+    return trial.prepared(m.pipeline(block, stages=1), alone)
+
+
+def verify(row: Row, folder: Path) -> Report:
+    """What ``dscore verify`` finds."""
+    world, _ = trial.ranks_of(row)
+    gas = int(row["gas"])
+    subject = folder / "subject"
+    section = {"steps": STEPS, "folder": str(subject)}
+    run_ranks(world, train, dict(row), str(folder), gas, section, None)
+    facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
+    config = replay_overrides(facts, trial.settings(row, str(folder), gas), None)
+    for name in ("reference", "perturbed"):
+        replay = {
+            "role": "replay",
+            "source": str(subject),
+            "folder": str(folder / name),
+            "steps": STEPS,
+            "perturb": name == "perturbed",
+        }
+        run_ranks(1, train, dict(row), str(folder), gas, replay, config)
+    return compare_folders(subject, folder / "reference", folder / "perturbed")
+
+
+def judged(row: Row) -> dict[str, Any]:
+    """equal, different (an alarm), or failed."""
+    folder = Path(tempfile.mkdtemp(prefix="verified-"))
+    began = time.monotonic()
+    try:
+        report = verify(row, folder)
+        first = report.first
+        found: dict[str, Any] = {"kind": "equal", "largest": report.largest}
+        found["compared"] = len(report.rows)
+        if first is not None:
+            found |= {"kind": "different", "first": f"{first.kind} {first.name}, {report.cause}"}
+    except RemoteError as error:
+        text = str(error.failures[0])
+        said = next((line for line in text.splitlines() if " raised " in line), text[:300])
+        refused = "in initialize" in text and any(kind in said for kind in verdicts.REFUSALS)
+        found = {"kind": "refused" if refused else "failed", "said": said, "message": text[-6000:]}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"title": matrix.title(row), "row": dict(row), "s": time.monotonic() - began, **found}
+
+
+def verifiable(row: Row) -> bool:
+    """Whether a row is one that ds-verify compares."""
+    divided = row.get("sp", "none") in ("ulysses", "ring")
+    return possible(row) and not (divided and row.get("pp", "none") != "none")
+
+
+def chosen(count: int) -> list[dict[str, str]]:
+    """So many rows, of coverings of all pairs."""
+    rules = Rules(VALUES, matrix.known(), verifiable)
+    wanted = combinations(VALUES, 2)
+    rows: dict[str, dict[str, str]] = {}
+    for seed in itertools.count():
+        for row in cover(rules, wanted, seed):
+            whole = {name: row.get(name, NAMES[name][0]) for name in NAMES}
+            rows.setdefault(matrix.title(whole), whole)
+            if len(rows) == count:
+                return list(rows.values())
+    raise AssertionError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=300)
+    parser.add_argument("--results", type=Path, default=Path("build/verified.jsonl"))
+    arguments = parser.parse_args()
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    done = matrix.read(arguments.results)
+    bad = 0
+    for row in chosen(arguments.rows):
+        if matrix.title(row) in done:
+            continue
+        result = judged(row)
+        bad += result["kind"] in ("different", "failed")
+        with arguments.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        said = result.get("first") or result.get("said") or f"{result['largest']:.2g}"
+        print(
+            f"{result['s']:5.1f} s {result['kind']:10} {result['title']}: {said[:300]}", flush=True
+        )
+    return min(bad, 100)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
