@@ -1,5 +1,5 @@
 """A plugin of somebody else: Gaussian noise on gradients, equal at every world size and however
-they are sharded.
+parameters are divided.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ def ds_config() -> type[NoiseConfig]:
 
 
 def ds_gradients(ctx: Context, gradients: Gradients) -> None:
-    """Add noise that depends on seed, step and parameter alone; ranks with different parameters get
-    their own.
+    """Add noise that depends on seed, step and parameter alone: a rank that has a slice of a
+    parameter takes the same slice of the noise.
     """
     import torch
+    from ds_run_state.slices import SLICES
 
     section = ctx.config.section("gradient_noise")
     assert isinstance(section, NoiseConfig)
+    slices = ctx.stash.get(SLICES) or {}
     for shard in gradients.shards:
-        place = [ctx.mesh.index(axis) for axis in shard.held]
-        seed = zlib.crc32(f"{section.seed} {gradients.step} {shard.name} {place}".encode())
-        noise = torch.randn(shard.shape, generator=torch.Generator().manual_seed(seed))
+        seed = zlib.crc32(f"{section.seed} {gradients.step} {shard.name}".encode())
+        whole = slices.get(shard.name)
+        shape = shard.shape if whole is None else whole.shape
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        noise = noise if whole is None else whole.take(noise)
         shard.tensor.add_(shard.take(noise).to(shard.tensor), alpha=section.std / gradients.factor)

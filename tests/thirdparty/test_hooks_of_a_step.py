@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ds_testing import (
+    CombinationConformance,
     EngineMethodsConformance,
     GradientsConformance,
     ObserverConformance,
@@ -31,6 +32,14 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("file", ["gradient_noise.py", "stop_on_plateau.py", "flight_recorder.py"])
 def test_they_are_small(file: str) -> None:
     assert len((HERE / file).read_text().splitlines()) <= 80
+
+
+class TestNoiseInEveryLayout(CombinationConformance):
+    values: ClassVar = {
+        "little": {"gradient_noise": {"std": 0.02}},
+        "much": {"gradient_noise": {"std": 1.0, "seed": 1}},
+    }
+    load = ("gradient_noise=gradient_noise",)
 
 
 class TestNoise(GradientsConformance):

@@ -3,6 +3,7 @@ from ds_testing.kits.devices.compile_pass import CompilePassConformance as Compi
 from ds_testing.kits.devices.kernels import KernelConformance as KernelConformance
 from ds_testing.kits.devices.memory import MemoryConformance as MemoryConformance
 from ds_testing.kits.devices.store import StateStoreConformance as StateStoreConformance
+from ds_testing.kits.matrix.values import CombinationConformance as CombinationConformance
 from ds_testing.kits.parallel.collectives import CollectivesConformance as CollectivesConformance
 from ds_testing.kits.parallel.interceptor import InterceptorConformance as InterceptorConformance
 from ds_testing.kits.parallel.mesh import MeshAxisConformance as MeshAxisConformance

@@ -56,6 +56,7 @@ _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # The folder of a run is its own, and goes with it.
 _DISK = {"offload_optimizer": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}
 LAYOUTS: Mapping[str, Layout] = {
+    "alone": Layout(1),
     "dp 2": Layout(2),
     "zero 1": Layout(2, {}, _zero(1)),
     "zero 2": Layout(2, {}, _zero(2)),
@@ -93,10 +94,18 @@ def installed(layout: Layout) -> bool:
     return all(importlib.util.find_spec(name) is not None for name in wanted)
 
 
-def start(layout: Layout, wanted: Wanted, dtype: str, load: Sequence[str], kit: Any) -> Any:
+def start(
+    layout: Layout,
+    wanted: Wanted,
+    dtype: str,
+    load: Sequence[str],
+    kit: Any,
+    more: Mapping[str, Any] | None = None,
+) -> Any:
     """The engine of a layout.
 
     kit: reference of the class, whose ``prepare`` is called with the parameters.
+    more: other keys of the config, merged with those of the layout.
     """
     import torch
 
@@ -119,8 +128,18 @@ def start(layout: Layout, wanted: Wanted, dtype: str, load: Sequence[str], kit: 
         "cut_axes": {"axes": dict(axes)},
         **layout.config,
     }
-    engine, *_ = ds_core.initialize(model=model, config=config)
+    engine, *_ = ds_core.initialize(model=model, config=merged(config, more or {}))
     return engine
+
+
+def merged(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the keys of `more`, section by section."""
+    found = dict(config)
+    for key, value in more.items():
+        own = found.get(key)
+        both = isinstance(own, Mapping) and isinstance(value, Mapping)
+        found[key] = merged(own, value) if both else value  # type: ignore[arg-type]
+    return found
 
 
 def go(engine: Any, steps: Iterable[int]) -> None:
@@ -216,6 +235,24 @@ def resume_all(
         return ended(engine)
 
     return [_or_why(run, *each) for each in wanted]
+
+
+def train_values(
+    kit: Any,
+    values: list[dict[str, Any]],
+    wanted: Wanted,
+    layouts: list[str],
+    load: list[str],
+    steps: int,
+) -> list[list[Any]]:
+    """For each value of a plugin and each layout the weights, or why it was refused."""
+
+    def run(more: dict[str, Any], layout: str) -> Any:
+        engine = start(LAYOUTS[layout], wanted, "float64", load, kit, more)
+        go(engine, range(steps))
+        return ended(engine)
+
+    return [[_or_why(run, more, layout) for layout in layouts] for more in values]
 
 
 def _or_why(run: Callable[..., Any], *arguments: Any) -> Any:
