@@ -103,8 +103,10 @@ def _first_basis(factor: Tensor) -> Tensor:
     mean = factor.diagonal(dim1=-2, dim2=-1).mean(-1)
     order = torch.linspace(1, 0, size, dtype=factor.dtype, device=factor.device)
     shift = torch.diag_embed(_SHIFT * mean[:, None] * order)
-    vectors: Tensor = torch.linalg.eigh(factor + shift).eigenvectors
-    return vectors.flip(-1)
+    vectors: Tensor = torch.linalg.eigh(factor + shift).eigenvectors.flip(-1)
+    # The sign is open: the largest entry is positive.
+    largest = vectors.abs().argmax(-2, keepdim=True)
+    return vectors * vectors.gather(-2, largest).sign()
 
 
 def _follow(states: dict[str, Tensor], side: str) -> None:
@@ -116,7 +118,9 @@ def _follow(states: dict[str, Tensor], side: str) -> None:
     order = (basis * power).sum(-2).argsort(-1, descending=True)
     columns = order[:, None, :]
     power = power.gather(-1, columns.expand_as(power))
-    states[f"{side}_basis"] = torch.linalg.qr(power).Q
+    found = torch.linalg.qr(power)
+    # Each direction goes on where it pointed, whatever sign the QR gives it.
+    states[f"{side}_basis"] = found.Q * found.R.diagonal(dim1=-2, dim2=-1)[:, None, :].sign()
     second = states["exp_avg_sq"]
     index = order[:, :, None] if side == "left" else columns
     states["exp_avg_sq"] = second.gather(SIDES[side], index.expand_as(second))

@@ -73,7 +73,9 @@ class Replay:
         """Replay everything, and end the program."""
         # Lightning calls training_step so: its stand-in takes itself back when it is called.
         self.forward = vars(recorder.module).get("forward")
-        self.run(recorder)
+        # The script's forward has begun, and its autocast with it: steps are outside of that.
+        with torch.autocast(recorder.ctx.accelerator.device_type, enabled=False):
+            self.run(recorder)
         raise SystemExit(0)
 
     def run(self, recorder: Recorder) -> None:
@@ -106,9 +108,6 @@ class Replay:
             scaler.scale *= int(self.facts["parts"]) / recorder.ctx.mesh.size("batch")
         if eps:
             perturb_weights(recorder, eps)
-        # All of this is inside of the script's first forward, whose autocast keeps 16-bit copies of
-        # the weights that it began with.
-        torch.clear_autocast_cache()
         recorder.record_weights()
         recorder.tensors.writer.write(f"begin{step}")
 
@@ -154,6 +153,8 @@ class Replay:
             losses = []
             for call in calls:
                 args, kwargs = to_device((call.args, call.kwargs), device)
+                # A forward inside of another one would get the 16-bit weights of the one before.
+                torch.clear_autocast_cache()
                 if self.forward is not None:
                     recorder.module.forward = self.forward
                 losses += weighted(engine(*args, **kwargs), to_device(call.gradients, device))
