@@ -20,6 +20,8 @@ CLEAN = {
     "replays of a step": "replay=replayed gas=4 random=dropout stage=z2",
     "experts of a later stage": "pp=interleaved ep=ep random=dropout",
     "a loss that is a module": "pp=1f1b stage=z1 clip=clip",
+    "autocast in a pipeline": "pp=1f1b tp=tp precision=autocast optimizer=Muon",
+    "bases that rounding turns": "stage=z3 precision=fp16 optimizer=SOAP wires=hpZ clip=clip",
     "states on disk": "offload=nvme stage=z2 optimizer=SOAP",
 }
 

@@ -34,6 +34,9 @@ from ds_verify.recording.sampling import sample_size
 LIMIT = 8.0
 """The ratio above which a tensor counts as different."""
 
+TURNED = 0.01
+"""The share of a state of whole matrices by which a unit in the last place may move it."""
+
 START = -1
 """The phase of weights before the first step, which are compared with those of the checkpoint."""
 
@@ -338,6 +341,7 @@ def _compare_step(
     # A norm can be moved by nothing by chance, but by no more than all gradients together.
     gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
     moved.update({key: max(moved[key], gradients) for key in moved if key[0] == "norm"})
+    moved.update(_of_matrices(moved, reference))
     step = _Step(number, reference, begin[0], moved, usual, orders)
     rows = []
     missing = []
@@ -348,6 +352,29 @@ def _compare_step(
         else:
             rows.append(step.row(piece, right))
     return [*rows, *step.absent(found, limit, shared)], missing
+
+
+def _of_matrices(moved: Mapping[Key, float], reference: Mapping[Key, Tensor]) -> dict[Key, float]:
+    """How far states of whole matrices are moved: relatively as far as the one of their name, in any
+    parameter, that is moved most.
+
+    Bases of eigenvectors turn the more the nearer eigenvalues are to each other, by chance little
+    in one matrix and by much in another. Where that is more than `TURNED`, rounding decides where
+    they point, and they may point anywhere; what they do is seen in the new weights.
+    """
+    names: dict[str, list[Key]] = {}
+    for key in moved:
+        kind, state, *_ = key
+        # Those of one value per element are the partitioner's: "optimizer/<state>/<parameter>".
+        if kind == "state" and not state.startswith("optimizer/"):
+            names.setdefault(state.rpartition("/")[0], []).append(key)
+    found = {}
+    for keys in names.values():
+        sizes = {key: _norm(reference[key]) for key in keys}
+        most = max((moved[key] / size for key, size in sizes.items() if size), default=0.0)
+        most = math.inf if most > TURNED else most
+        found.update({key: max(moved[key], most * size) for key, size in sizes.items() if size})
+    return found
 
 
 def _compare_begin(found: list[Recorded], reference: Mapping[Key, Tensor]) -> list[Difference]:

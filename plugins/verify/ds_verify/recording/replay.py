@@ -198,6 +198,8 @@ def run_batch(recorder: Recorder, batch: Mapping[tuple[int, int], list[Call]]) -
     # What was recorded has been through these; the gradients stand in the place of labels.
     kept = module.batch_fn, module.loss_fn
     module.batch_fn = None
+    # As in `_run_calls`: this batch is inside of the script's.
+    torch.clear_autocast_cache()
     if module.is_last_stage():
         # In the place of a module torch takes nothing else.
         of_module = isinstance(module.loss_fn, nn.Module)
