@@ -37,6 +37,10 @@ LIMIT = 8.0
 TURNED = 0.01
 """The share of a state of whole matrices by which a unit in the last place may move it."""
 
+SMALL = 1e-10
+"""A share of an update in which no fault hides. In fp64, what optimizers of matrices make of small
+singular values is magnified by chance, in one run and not in the other, but never by so much."""
+
 START = -1
 """The phase of weights before the first step, which are compared with those of the checkpoint."""
 
@@ -337,7 +341,7 @@ def _compare_step(
             moved[key] = _norm(other - here - _since(begin[1], begin[0], key, whole))
             if math.isnan(moved[key]):
                 moved[key] = math.inf  # rounding alone decides whether it overflows
-    usual = _median_relative(moved, reference, begin[0])
+    usual = _usual_relative(moved, reference, begin[0])
     # A norm can be moved by nothing by chance, but by no more than all gradients together.
     gradients = math.hypot(*(size for key, size in moved.items() if key[0] == "gradient"), 0.0)
     moved.update({key: max(moved[key], gradients) for key in moved if key[0] == "norm"})
@@ -417,10 +421,10 @@ def _since(
     return perturbed[key] - reference[key]
 
 
-def _median_relative(
+def _usual_relative(
     moved: Mapping[Key, float], reference: Mapping[Key, Tensor], begin: Mapping[Key, Tensor]
 ) -> dict[str, float]:
-    """By kind, the median relative difference between the two references."""
+    """By kind, the median relative difference between the two references; see `SMALL`."""
     found: dict[str, list[float]] = {}
     for key, size in moved.items():
         whole = reference[key]
@@ -429,7 +433,10 @@ def _median_relative(
         scale = _norm(whole)
         if scale > 0 and math.isfinite(size):
             found.setdefault(key[0], []).append(size / scale)
-    return {kind: statistics.median(rows) for kind, rows in found.items()}
+    usual = {kind: statistics.median(rows) for kind, rows in found.items()}
+    if "weight" in usual:
+        usual["weight"] = max(usual["weight"], SMALL)
+    return usual
 
 
 def _rounding(dtype: str, values: Tensor, *, is_weight: bool) -> float:
