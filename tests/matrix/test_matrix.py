@@ -64,7 +64,7 @@ SAMPLE = {
 def test_a_row_trains_as_one_process(name: str, tmp_path: Path) -> None:
     row = row_of({**SAMPLE, **FOUND}[name])
     verdict = verdicts.judge(run_ranks, row, tmp_path)
-    assert verdict["kind"] == "exact", verdict
+    assert verdict["kind"] in table.GOOD, verdict
 
 
 # The last was once given compiled code of the others' classes, divided in another way.
