@@ -67,8 +67,6 @@ class FragmentShard(ParamShard):
     def _here(self, tensor: Tensor) -> Tensor:
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
         self._partitioner.settle()
-        if is_evicted(tensor):
-            return tensor
         return self._partitioner.offloaded.view(tensor.detach())
 
     @property
