@@ -168,7 +168,7 @@ def test_config_sources_are_equivalent(tmp_path):
             [
                 "served by ds-optimizers",
                 "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/access "
-                "./plugins/optimizer_kit ./plugins/optimizers",
+                "./plugins/state_stores ./plugins/optimizer_kit ./plugins/optimizers",
             ],
         ),
         ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),
