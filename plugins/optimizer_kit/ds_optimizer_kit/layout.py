@@ -184,7 +184,8 @@ class Layout:
                     into.copy_(values[tensor])
             comm.label("sums of optimizers")
             if op is torch.distributed.ReduceOp.SUM and any(part.tied for part in cut.values()):
-                total = _sum_in_order(total, lane)
+                mine = total.clone()
+                _add_in_order(total.zero_(), mine, lane.group)
             else:
                 comm.all_reduce(total, op=op, group=lane.group)
             found.update(zip(cut, total.split(sizes), strict=True))
@@ -211,12 +212,8 @@ class Layout:
                 mine += value.to(device)
         for axes, (group, where) in (self._others or {(): (ALONE, device)}).items():
             mine = by_axes.get(axes, torch.zeros_like(total)).to(where)
-            rows = mine.new_empty(comm.world_size(group), length)
             comm.label("sums of optimizers")
-            comm.all_gather_into_tensor(rows, mine, group=group)
-            # In the order of ranks, so that other groups with the same values have the same bits.
-            for row in rows.to(device):
-                total += row
+            _add_in_order(total, mine, group)
         return total
 
     def used(self, tensors: Iterable[Tensor]) -> set[Tensor]:
@@ -232,18 +229,16 @@ class Layout:
         return having | {t for t, flag in zip(sums, flags, strict=True) if flag}
 
 
-def _sum_in_order(mine: Tensor, lane: Lane) -> Tensor:
-    """The sum over the ranks of the lane, in their order. Collective.
+def _add_in_order(total: Tensor, mine: Tensor, group: ProcessGroup) -> None:
+    """Add `mine` of each rank of the group to `total`, in the order of ranks. Collective.
 
-    An all-reduce adds up in an order that depends on where a value stands, and other groups that
-    have copies of a parameter have other ones beside it.
+    So that other groups with the same values have the same bits: an all-reduce adds up in an order
+    that depends on where a value stands, and what stands beside it differs between groups.
     """
-    rows = mine.new_empty(comm.world_size(lane.group), mine.numel())
-    comm.all_gather_into_tensor(rows, mine, group=lane.group)
-    total = torch.zeros_like(mine)
-    for row in rows:
+    rows = mine.new_empty(comm.world_size(group), mine.numel())
+    comm.all_gather_into_tensor(rows, mine, group=group)
+    for row in rows.to(total.device):
         total += row
-    return total
 
 
 def _whole(tensor: Tensor) -> ParamPart:

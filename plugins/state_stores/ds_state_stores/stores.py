@@ -131,15 +131,12 @@ class StateStore(ABC):
 
     def write(self, view: Tensor, values: Tensor) -> None:
         """Copy `values` into a managed tensor or a view of one. An evicted one stays evicted."""
-        import torch
-
         evicted = is_evicted(view)
         memory = memory_of(view)
         if evicted:
             self.fetch(memory)
             self.wait(memory)
-        with torch.no_grad():
-            view.copy_(values)
+        view.detach().copy_(values)
         if evicted:
             self.evict(memory)
 

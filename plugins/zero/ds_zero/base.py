@@ -30,6 +30,7 @@ from ds_zero.gather.weights import WeightOwner
 from ds_zero.init.sharded_param import prepare_module, unshard_module
 from ds_zero.offload.placement import OffloadStores, collects, not_evicted
 from ds_zero.offload.state_offload import BACKWARD, FORWARD, OffloadedStates
+from ds_zero.offload.tiled_step import agree_on_rounds
 from ds_zero.reduce.make import make_reducer
 from ds_zero.updates import Updates
 
@@ -163,6 +164,7 @@ class ZeroPartitioner(WeightOwner):
             if not hasattr(optimizer, "step_in_parts"):
                 raise not_evicted(self.section)
             optimizer.step_in_parts(store)
+            self.updates.rounds = agree_on_rounds(self.reducer)
         if collects(optimizer) and self.section.zenflow is not None:
             raise UsageError(
                 f"zero_optimization.zenflow: {type(optimizer).__name__} needs more than single "

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_core.partition import Stepper
-from ds_zero.offload.placement import collects
-from ds_zero.offload.tiled_step import Round, agree_on_rounds, step
+from ds_zero.offload.tiled_step import Round, step
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -32,13 +31,10 @@ class Updates:
         self.owner = owner
         self._stepper: Stepper | None = None
         # Of an optimizer that communicates, where a store frees memory: see `agree_on_rounds`.
-        self._rounds: list[Round] | None = None
+        self.rounds: list[Round] | None = None
 
     def bind(self, optimizer: Optimizer) -> None:
-        """The optimizer is there. Raises UsageError for one that will not do. Collective."""
-        store = self.owner.offload.optimizer
-        if collects(optimizer) and store is not None and not store.resident:
-            self._rounds = agree_on_rounds(self.owner.reducer)
+        """The optimizer is there. Raises UsageError for one that will not do."""
 
     def begin(self, plan: BackwardPlan) -> None:
         """A backward begins."""
@@ -60,7 +56,7 @@ class Updates:
             grads,
             factor,
             ahead=ahead,
-            rounds=self._rounds,
+            rounds=self.rounds,
         )
 
     @property

@@ -9,7 +9,7 @@ in memory, and one for each evicted bucket with a gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,19 +83,26 @@ def _connected(rows: Iterable[Iterable[Iterable[str]]]) -> list[tuple[set[str], 
     return found
 
 
-def _rounds_by_gradient(source: GradientSource, grads: Sequence[Tensor | None]) -> list[Round]:
+def _places(source: GradientSource) -> dict[Masters, slice]:
+    """Where the gradients of each bucket's masters are among those of all."""
+    found = {}
+    start = 0
+    for bucket in source.buckets:
+        stop = start + len(bucket.masters.fragments)
+        found[bucket.masters] = slice(start, stop)
+        start = stop
+    return found
+
+
+def _rounds_by_gradient(
+    places: Mapping[Masters, slice], grads: Sequence[Tensor | None]
+) -> list[Round]:
     """The rounds of an optimizer that works on its own."""
-    owners = owners_of(source)
-    with_grads = dict.fromkeys(m for m, g in zip(owners, grads, strict=True) if g is not None)
+    with_grads = [m for m, at in places.items() if any(g is not None for g in grads[at])]
     tiles = [m for m in with_grads if isinstance(m, Evicted)]
     present = [m for m in with_grads if not isinstance(m, Evicted)]
     # Without any gradient the optimizer is called, too: it may count.
     return [present] * (bool(present) or not tiles) + [[tile] for tile in tiles]
-
-
-def owners_of(source: GradientSource) -> list[Masters]:
-    """The masters of each fragment, in the order of gradients."""
-    return [b.masters for b in source.buckets for _ in b.masters.fragments]
 
 
 def step(
@@ -118,21 +125,25 @@ def step(
     Weights are written before their masters are evicted again; the store may save both behind the
     step.
     """
+    if rounds is None and all(b.masters.evicts is None for b in source.buckets):
+        stepper.step(optimizer, grads, factor)
+        return
+    places = _places(source)
     if rounds is None:
-        if all(b.masters.evicts is None for b in source.buckets):
-            stepper.step(optimizer, grads, factor)
-            return
-        rounds = _rounds_by_gradient(source, grads)
-    owners = owners_of(source)
+        rounds = _rounds_by_gradient(places, grads)
     kept = settings_of(optimizer)
     for masters, following in zip(rounds, [*rounds[1:], []], strict=True):
-        members = set(masters)
-        mine = [g if m in members else None for m, g in zip(owners, grads, strict=True)]
-        tiles = [m for m in masters if isinstance(m, Evicted)]
-        if not tiles:
+        mine: list[Tensor | None] = [None] * len(grads)
+        for some in masters:
+            mine[places[some]] = grads[places[some]]
+        tiles = {m: mine[places[m]] for m in masters if isinstance(m, Evicted)}
+        later = [m for m in following if isinstance(m, Evicted)] if ahead else []
+        with _in_memory(optimizer, source, tiles, later):
             stepper.step(optimizer, mine, factor)
-        else:
-            _update_tiles(optimizer, source, stepper, mine, factor, tiles, following * ahead)
+            for tile, own in tiles.items():
+                tile.write_back([p for p, g in zip(tile.fragments, own, strict=True) if g is None])
+                if tile.bucket.placement.transfers is not None:
+                    tile.bucket.placement.transfers.synchronize()
         if len(rounds) > 1 and settings_of(optimizer) != kept:
             raise UsageError(
                 f"{type(optimizer).__name__} changes its parameter groups in each step, and "
@@ -141,38 +152,31 @@ def step(
             )
 
 
-def _update_tiles(
+@contextlib.contextmanager
+def _in_memory(
     optimizer: Optimizer,
     source: GradientSource,
-    stepper: Stepper,
-    grads: Sequence[Tensor | None],
-    factor: float,
-    tiles: Sequence[Evicted],
-    following: Sequence[Masters],
-) -> None:
-    """One round with evicted buckets.
+    tiles: Mapping[Evicted, Sequence[Tensor | None]],
+    following: Sequence[Evicted],
+) -> Iterator[None]:
+    """Inside, what the step of these evicted buckets needs is in memory.
 
-    grads: of all fragments; None for those of other rounds.
+    tiles: with the gradients of their fragments.
     following: what is to be fetched meanwhile.
     """
-    fragments = [p for b in source.buckets for p in b.masters.fragments]
-    given = list(zip(owners_of(source), fragments, grads, strict=True))
     needed: list[Tensor] = []
     for later in following:
-        if isinstance(later, Evicted):
-            needed += [*source.reduced(later.bucket), *later.states(optimizer)]
-    with torch.no_grad(), contextlib.ExitStack() as inside:
-        for tile in tiles:
+        needed += [*source.reduced(later.bucket), *later.states(optimizer)]
+    with contextlib.ExitStack() as inside:
+        if tiles:
+            inside.enter_context(torch.no_grad())
+        for tile, grads in tiles.items():
             # Without a gradient for every element, the weights of others must be read first.
-            written = sum(g.numel() for m, _, g in given if m is tile and g is not None)
+            written = sum(g.numel() for g in grads if g is not None)
             all_used = written == sum(p.master.numel() for p in tile.fragments)
             reduced = source.reduced(tile.bucket)
             inside.enter_context(tile.step(optimizer, reduced, needed, all_used=all_used))
-        stepper.step(optimizer, grads, factor)
-        for tile in tiles:
-            tile.write_back([p for m, p, g in given if m is tile and g is None])
-            if tile.bucket.placement.transfers is not None:
-                tile.bucket.placement.transfers.synchronize()
+        yield
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
