@@ -64,19 +64,23 @@ def config(kind: str, stage: int, offload: str, clip: float, **more: Any) -> dic
     }
 
 
-def optimizer_of(kind: str, model: Any) -> Any:
+def made(kind: str, groups: list[dict[str, Any]], model: Any, **params: Any) -> Any:
+    """The optimizer of that name for a model in one process, of groups as a config's would have."""
     import ds_optimizers
     from ds_optimizer_kit.matrix_optimizer import split_here
     from ds_optimizers.moments.adam_mini import split_stacks
     from ds_optimizers.muon import split_groups
 
     names = {p: n for n, p in model.named_parameters()}
-    groups: Any = [{"params": list(names)}]
-    params = KINDS[kind]
-    kind = TYPES.get(kind, kind)
     splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(MATRICES, split_here)}
-    groups = splits[kind](groups, names, **params) if kind in splits else groups
+    if kind in splits:
+        groups = splits[kind](groups, names, **params)
     return getattr(ds_optimizers, kind)(groups, **params)
+
+
+def optimizer_of(kind: str, model: Any) -> Any:
+    groups = [{"params": list(model.parameters())}]
+    return made(TYPES.get(kind, kind), groups, model, **KINDS[kind])
 
 
 def train_alone(kind: str, make: Any, ranks: int, clip: float, dtype: str, steps: range) -> Any:

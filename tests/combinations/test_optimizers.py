@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import models as m
 from ds_testing import run_ranks
+from optimizer_trials import made
 from torch.optim import AdamW
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -106,11 +107,7 @@ def test_what_would_take_a_part_for_the_whole_is_refused_by_all_ranks() -> None:
 
 def pipelined(kind: str, stage: int, clip: float) -> float:
     """How far three steps in two stages are from one process."""
-    import ds_optimizers
     import torch
-    from ds_optimizer_kit.matrix_optimizer import split_here
-    from ds_optimizers.moments.adam_mini import split_stacks
-    from ds_optimizers.muon import split_groups
     from ds_testing.truth import relative
 
     import ds_core
@@ -120,12 +117,8 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
     ranks = engine.ctx.mesh.size("dp")
     index = engine.ctx.mesh.index("dp")
     truth = m.undivided().double()
-    names = {p: n for n, p in truth.named_parameters()}
-    params: Any = [{"params": list(names)}]
-    cls = TYPES.get(kind, kind)
-    splits: dict[str, Any] = {"Muon": split_groups, "AdamMini": split_stacks, "SOAP": split_here}
-    params = splits[cls](params, names, **KINDS[kind]) if cls in splits else params
-    optimizer = getattr(ds_optimizers, cls)(params, **KINDS[kind])
+    groups = [{"params": list(truth.parameters())}]
+    optimizer = made(TYPES.get(kind, kind), groups, truth, **KINDS[kind])
     for step in range(3):
         engine.train_batch(iter([m.pipe_batch(step, micro, index) for micro in range(MICROS)]))
         optimizer.zero_grad()
@@ -134,11 +127,11 @@ def pipelined(kind: str, stage: int, clip: float) -> float:
                 inputs, labels = m.pipe_batch(step, micro, place)
                 (truth(inputs, labels) / (MICROS * ranks)).backward()
         if clip:
-            torch.nn.utils.clip_grad_norm_(list(names), clip)
+            torch.nn.utils.clip_grad_norm_(truth.parameters(), clip)
         optimizer.step()
     from ds_access import safe_get_full_fp32_param
 
-    wanted = {n: p.detach() for p, n in names.items()}
+    wanted = {n: p.detach() for n, p in truth.named_parameters()}
     mine = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
     engine.destroy()
     return max(relative(value, wanted[name]) for name, value in mine.items())

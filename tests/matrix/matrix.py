@@ -69,6 +69,14 @@ def _left(rules: Rules, done: Sequence[Row], strength: int) -> list[dict[str, st
     return cover(rules, combinations(rules.features, strength) - had)
 
 
+def row_of(text: str, values: Mapping[str, tuple[str, ...]] = NAMES) -> dict[str, str]:
+    """The plainest row of `values` with those that `text` names."""
+    given = dict(choice.split("=") for choice in text.split())
+    row = Rules(values, known(), possible).complete(given)
+    assert row is not None, f"{text} is refused"
+    return row
+
+
 def title(row: Row) -> str:
     """The row's choices that are not the plainest."""
     plain = {name: values[0] for name, values in NAMES.items()}

@@ -16,15 +16,6 @@ from ds_testing import run_ranks
 from ds_testing.kits.matrix.covering import Combination, Rules, combinations, cover, held
 from features import FEATURES, NAMES, possible
 
-
-def row_of(text: str) -> dict[str, str]:
-    """The plainest row with the values that `text` names."""
-    given = dict(choice.split("=") for choice in text.split())
-    row = Rules(NAMES, matrix.known(), possible).complete(given)
-    assert row is not None, f"{text} is refused"
-    return row
-
-
 # What the matrix found, and was repaired.
 FOUND = {
     "a stage without experts": "pp=1f1b ep=ep stage=z1",
@@ -62,7 +53,7 @@ SAMPLE = {
 @pytest.mark.fast_cases("many at once", "a stage without experts")
 @pytest.mark.parametrize("name", [*SAMPLE, *FOUND])
 def test_a_row_trains_as_one_process(name: str, tmp_path: Path) -> None:
-    row = row_of({**SAMPLE, **FOUND}[name])
+    row = matrix.row_of({**SAMPLE, **FOUND}[name])
     verdict = verdicts.judge(run_ranks, row, tmp_path)
     assert verdict["kind"] in table.GOOD, verdict
 
@@ -94,7 +85,7 @@ IN_TURN = (
 @pytest.mark.slow
 def test_engines_of_one_process_leave_each_other_no_compiled_code(tmp_path: Path) -> None:
     for number, text in enumerate(IN_TURN):
-        verdict = verdicts.judge(run_ranks, row_of(text), tmp_path / str(number))
+        verdict = verdicts.judge(run_ranks, matrix.row_of(text), tmp_path / str(number))
         assert verdict["kind"] == "exact", (text, verdict)
 
 
@@ -109,7 +100,7 @@ def test_a_wrong_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return losses, weights
 
     monkeypatch.setattr(trial, "plainly", planted)
-    verdict = verdicts.judge(run_ranks, row_of("stage=z1"), tmp_path)
+    verdict = verdicts.judge(run_ranks, matrix.row_of("stage=z1"), tmp_path)
     assert (verdict["kind"], verdict["worst"]) == ("wrong", "layers.2.mlp.up_proj.weight")
 
 

@@ -11,8 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import matrix
 import verified
-from ds_testing.kits.matrix.covering import Rules
-from features import possible
 
 CLEAN = {
     "counted dropout in parts, computed again": "random=dropout tp=tp recompute=blocks stage=z3",
@@ -26,23 +24,15 @@ CLEAN = {
 }
 
 
-def row_of(text: str) -> dict[str, str]:
-    """The plainest row with the values that `text` names."""
-    given = dict(choice.split("=") for choice in text.split())
-    row = Rules(verified.VALUES, matrix.known(), possible).complete(given)
-    assert row is not None, f"{text} is refused"
-    return row
-
-
 @pytest.mark.fast_cases("replays of a step", "experts of a later stage")
 @pytest.mark.parametrize("name", list(CLEAN))
 def test_a_clean_run_raises_no_alarm(name: str) -> None:
-    result = verified.judged(row_of(CLEAN[name]))
+    result = verified.judged(matrix.row_of(CLEAN[name], verified.VALUES))
     assert result["kind"] == "equal", result
 
 
 def test_pipelines_that_divide_sequences_are_refused() -> None:
-    result = verified.judged(row_of("pp=1f1b sp=ring"))
+    result = verified.judged(matrix.row_of("pp=1f1b sp=ring", verified.VALUES))
     assert result["kind"] == "refused", result
     assert "pipeline" in result["said"] and "sequence_parallel.size" in result["said"]
 

@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "combinations"))
 import models as m
 import torch
 from ds_sequence_parallel import RingAttention
+from ds_testing.kits.layouts.runs import merged
 from ds_testing.kits.matrix.covering import Row
 from features import ALONE, FEATURES, NAMES, RANKS, ranks_together
+from optimizer_trials import made
 from torch import Tensor, nn
 
 STEPS = 4
@@ -61,19 +63,11 @@ def number(micro: int) -> tuple[int, int]:
 # -- in its layout ---------------------------------------------------------------------------------
 
 
-def merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, Mapping):
-            merge(into.setdefault(key, {}), value)
-        else:
-            into[key] = value
-
-
 def settings(row: Row, folder: str, gas: int) -> dict[str, Any]:
     """The config of a row."""
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": m.MICRO}
     for name, value in row.items():
-        merge(config, FEATURES[name][value].config)
+        config = merged(config, FEATURES[name][value].config)
     config["gradient_accumulation_steps"] = gas
     section = config.setdefault("zero_optimization", {})
     section |= {"reduce_bucket_size": 300, "param_persistence_threshold": 8}
@@ -247,22 +241,11 @@ def plainly(row: Row, total: int) -> Trained:
 
 def optimizer_of(row: Row, model: nn.Module) -> Any:
     """torch's own; or ours, which has its own tests, on a model that is not divided."""
-    import ds_optimizers
-    from ds_optimizer_kit.matrix_optimizer import split_here
-    from ds_optimizers.moments.adam_mini import split_stacks
-    from ds_optimizers.muon import split_groups
-
     section = FEATURES["optimizer"][row["optimizer"]].config["optimizer"]
-    params = section["params"]
     groups = groups_of(model, row)
     if section["type"] in ("AdamW", "SGD", "Adagrad"):
-        return getattr(torch.optim, section["type"])(groups, **params)
-    names = {p: n for n, p in model.named_parameters()}
-    matrices = ("SOAP", "Shampoo", "Dion", "GaLore")
-    splits = {"Muon": split_groups, "AdamMini": split_stacks, **dict.fromkeys(matrices, split_here)}
-    if section["type"] in splits:
-        groups = splits[section["type"]](groups, names, **params)
-    return getattr(ds_optimizers, section["type"])(groups, **params)
+        return getattr(torch.optim, section["type"])(groups, **section["params"])
+    return made(section["type"], groups, model, **section["params"])
 
 
 def schedule_of(row: Row, optimizer: Any) -> Any:

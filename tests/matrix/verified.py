@@ -22,18 +22,18 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(HERE.parent / "combinations"))
+sys.path.insert(0, str(HERE.parents[1] / "plugins" / "verify" / "tests"))
 
 import matrix  # noqa: E402
 import models as m  # noqa: E402
 import trial  # noqa: E402
 import verdicts  # noqa: E402
+import verified_runs  # noqa: E402
 from ds_testing import RemoteError, run_ranks  # noqa: E402
 from ds_testing.kits.matrix.covering import Row, Rules, combinations, cover  # noqa: E402
-from ds_verify.comparing import Report, compare_folders  # noqa: E402
-from ds_verify.runs import replay_overrides  # noqa: E402
+from ds_verify.comparing import Report  # noqa: E402
 from features import NAMES, possible  # noqa: E402
 
-STEPS = 2
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     # What changes numbers by design, or does the updates at other times.
     "offload": ("zenflow",),
@@ -54,26 +54,20 @@ VALUES = {
 """The features that are verified."""
 
 
-def run_program(
-    row: Row, folder: str, gas: int, section: Mapping[str, Any], config: Mapping[str, Any] | None
-) -> None:
-    """On every rank: the program of a row, which the recorder ends.
-
-    config: that of the reference; None: the row's own.
-    """
+def run_program(row: Row, config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    """On every rank: the program of a row, which the recorder ends."""
     import ds_core
 
-    model = trial.model_of(row) if config is None else _undivided(row)
+    model = _undivided(row) if section.get("role") == "replay" else trial.model_of(row)
     trial.freeze(model, row["trained"])
-    given = trial.settings(row, folder, gas) if config is None else dict(config)
     engine, *_ = ds_core.initialize(
         model=model,
         model_parameters=trial.groups_of(model, row) if row["groups"] == "two" else None,
-        config={**given, "verify": dict(section)},
+        config={**config, "verify": dict(section)},
     )
     try:
         for step in range(20):
-            trial.one_step(engine, row, step, gas)
+            trial.one_step(engine, row, step, int(row["gas"]))
     except SystemExit as end:
         assert not end.code
         engine.destroy()
@@ -93,22 +87,10 @@ def _undivided(row: Row) -> Any:
 def verify(row: Row, folder: Path) -> Report:
     """What ``dscore verify`` finds."""
     world, _ = trial.ranks_of(row)
-    gas = int(row["gas"])
-    subject = folder / "subject"
-    section = {"steps": STEPS, "folder": str(subject)}
-    run_ranks(world, run_program, dict(row), str(folder), gas, section, None)
-    facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
-    config = replay_overrides(facts, trial.settings(row, str(folder), gas), None)
-    for name in ("reference", "perturbed"):
-        replay = {
-            "role": "replay",
-            "source": str(subject),
-            "folder": str(folder / name),
-            "steps": STEPS,
-            "perturb": name == "perturbed",
-        }
-        run_ranks(1, run_program, dict(row), str(folder), gas, replay, config)
-    return compare_folders(subject, folder / "reference", folder / "perturbed")
+    config = trial.settings(row, str(folder), int(row["gas"]))
+    return verified_runs.verify(
+        run_ranks, folder, config, world=world, script=run_program, arguments=[dict(row)]
+    )
 
 
 def judged(row: Row) -> dict[str, Any]:

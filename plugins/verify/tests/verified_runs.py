@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -333,13 +333,17 @@ def verify(
     world: int = 2,
     steps: int = 2,
     script: Callable[..., None] = run_script,
+    arguments: Sequence[Any] = (),
     against: Mapping[str, Any] | None = None,
     reference_world: int = 1,
 ) -> Report:
-    """What ``dscore verify`` does, on the ranks of a pool."""
+    """What ``dscore verify`` does, on the ranks of a pool.
+
+    script: is called with `arguments`, the config and the section ``verify``.
+    """
     subject = folder / "subject"
     section = {"steps": steps, "folder": str(subject)}
-    ranks(world, script, config, section)
+    ranks(world, script, *arguments, config, section)
     facts = json.loads((subject / "facts.json").read_text(encoding="utf-8"))
     config = replay_overrides(facts, config, against, reference_world)
     for name in ("reference", "perturbed"):
@@ -350,5 +354,5 @@ def verify(
             "steps": steps,
             "perturb": name == "perturbed",
         }
-        ranks(reference_world, script, config, replay)
+        ranks(reference_world, script, *arguments, config, replay)
     return compare_folders(subject, folder / "reference", folder / "perturbed")

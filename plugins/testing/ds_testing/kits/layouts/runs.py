@@ -133,12 +133,14 @@ def start(
 
 
 def merged(config: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the keys of `more`, section by section."""
-    found = dict(config)
+    """`config` with the keys of `more`, section by section; it shares no section with either."""
+    found = {k: merged({}, v) if isinstance(v, Mapping) else v for k, v in config.items()}
     for key, value in more.items():
-        own = found.get(key)
-        both = isinstance(own, Mapping) and isinstance(value, Mapping)
-        found[key] = merged(own, value) if both else value  # type: ignore[arg-type]
+        if isinstance(value, Mapping):
+            own = found.get(key)
+            found[key] = merged(own if isinstance(own, Mapping) else {}, value)
+        else:
+            found[key] = value
     return found
 
 
