@@ -5,7 +5,7 @@
 #   make changed      lint and the tests that what differs from BASE calls for (BASE: where the branch left origin/main, or HEAD~1)
 #   make test-all     lint and all tests that this machine can run
 #   make lint         ruff, mypy --strict, import-linter
-#   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "ds-core[standard]"
+#   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "dscore-train[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
@@ -78,6 +78,7 @@ $(STAMP):
 	@[ '$(UV)' = no ] || command -v uv > /dev/null || $(PIP) uv 2> /dev/null || echo "  without uv, by pip"
 	@$(INSTALL) -r requirements-dev.txt
 	@echo "set-up 4/4: $(words $(DISTS)) distributions"
+	@$(PY) -m pip list --editable --format=freeze 2> /dev/null | sed 's/==.*//' | xargs -r $(PY) -m pip uninstall -qqy  # of earlier names
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(DISTS))
 	@$(PY) -m pip check
 	@touch $@

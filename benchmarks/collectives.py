@@ -7,7 +7,7 @@ and GB/s.
 
 Each size is the whole buffer in bytes (what all_gather produces, what reduce_scatter and all_reduce
 take). The sides take turns within a measurement, so that a busy machine slows them alike. --shared:
-ds_core.comm through shared memory too (of ds-ops-cpu); its columns are then gloo's own,
+ds_core.comm through shared memory too (of dscore-ops-cpu); its columns are then gloo's own,
 ds_core.comm over gloo, through shared memory, and the gain of the last over the better of the
 others.
 """
@@ -112,7 +112,7 @@ def worker(rank: int, ranks: int, store: str, plan: Plan) -> None:
 
 
 def through_memory(call: Callable[[], object]) -> None:
-    """`call` with the collectives of ds-ops-cpu."""
+    """`call` with the collectives of dscore-ops-cpu."""
     from ds_ops_cpu.shared import collectives
 
     comm.use_providers({("cpu", "gloo"): collectives})

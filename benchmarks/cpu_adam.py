@@ -4,8 +4,8 @@ The limit is a kernel with the same reads and writes and no arithmetic (cpu_limi
 turns with each contestant; the fraction is median against median. For a thousand tensors it works
 on a thousand of its own, which lie as malloc puts them: that alone makes it slower than on one flat
 tensor. `again` is the same limit on other memory: how much of a fraction is chance. `kernel` is one
-call of the kernel table's function; `step` is ``optimizer.step()`` of ds-optimizers where that is
-installed; both run on ds-ops-cpu.
+call of the kernel table's function; `step` is ``optimizer.step()`` of dscore-optimizers where that is
+installed; both run on dscore-ops-cpu.
 
     python benchmarks/cpu_adam.py [--sizes 1e7 1e8] [--threads 1 2] [--cases fp32 ...] [--deepspeed
     PYTHON]

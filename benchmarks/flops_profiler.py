@@ -1,4 +1,4 @@
-"""What a profiled forward costs, and what is counted: ds-flops-profiler, torch's FlopCounterMode,
+"""What a profiled forward costs, and what is counted: dscore-flops-profiler, torch's FlopCounterMode,
 DeepSpeed's profiler.
 
 Three models in fp32 on one thread: a GPT, a ResNet and a mixture of experts. Each contestant
@@ -205,7 +205,7 @@ def main() -> None:
     best: dict[str, dict[str, list[float]]] = {}
     contestants = {
         "plain": plain,
-        "ds-flops-profiler": profiled(FlopsProfiler),
+        "dscore-flops-profiler": profiled(FlopsProfiler),
         "FlopCounterMode": by_torch,
     }
     for _ in range(arguments.blocks):

@@ -1,4 +1,4 @@
-"""ds-ops-cuda on one GPU: optimizer steps and fused operations, in GB/s and beside torch's own.
+"""dscore-ops-cuda on one GPU: optimizer steps and fused operations, in GB/s and beside torch's own.
 
     python benchmarks/gpu_ops.py [--elements 1e8] [--tensors 1000]
 

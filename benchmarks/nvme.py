@@ -1,11 +1,11 @@
-"""Reading and writing a disk: ds-nvme's engines beside raw io_uring, fio and DeepSpeed's aio
+"""Reading and writing a disk: dscore-nvme's engines beside raw io_uring, fio and DeepSpeed's aio
 handle.
 
     python benchmarks/nvme.py FOLDER [--size MIB] [--rounds N] [--only NAME ...] [--deepspeed-python
     PYTHON]
 
 All move one file by direct I/O in blocks of 1 MiB, 8 under way, one thread. raw io_uring: a loop in
-C++ (raw_uring.cpp) that does nothing else, with memory registered in the ring; ds-nvme's engines
+C++ (raw_uring.cpp) that does nothing else, with memory registered in the ring; dscore-nvme's engines
 use the same memory. In each round each contestant writes the file for about half a second (fio,
 which counts whole ones, a second), and then each reads it, in random order; the medians over rounds
 count, and ratios to raw io_uring are taken round by round. Needs g++, and fio (Debian: apt install
@@ -35,7 +35,7 @@ from _other_python import answer, orders, other_python
 BLOCK = 1 << 20
 DEPTH = 8
 RAW = "raw io_uring"
-CHECKED = "ds-nvme, io_uring, checksums"
+CHECKED = "dscore-nvme, io_uring, checksums"
 Contestant = Callable[[bool], float]
 """Write (True) or read for a while: bytes per second."""
 
@@ -50,7 +50,7 @@ def rate(move: Callable[[], object], nbytes: int, seconds: float) -> float:
 
 
 def filled(nbytes: int) -> Any:
-    """The memory of raw io_uring and of ds-nvme's engines: how it lies in pages counts, so all have
+    """The memory of raw io_uring and of dscore-nvme's engines: how it lies in pages counts, so all have
     the same.
     """
     import torch
@@ -228,11 +228,13 @@ def main() -> None:
     makers: dict[str, Callable[[], Contestant]] = {
         "fio, io_uring": lambda: fio(path, nbytes, seconds),
         **{
-            f"ds-nvme, {engine}": partial(ours, path, memory, seconds, engine, checks=False)
+            f"dscore-nvme, {engine}": partial(ours, path, memory, seconds, engine, checks=False)
             for engine in ("io_uring", "kernel aio", "threads", "python threads")
         },
         CHECKED: lambda: ours(path, memory, seconds, "io_uring", checks=True),
-        "ds-nvme, io_uring, 8 MiB of memory": lambda: ours_in_little_memory(path, nbytes, seconds),
+        "dscore-nvme, io_uring, 8 MiB of memory": lambda: ours_in_little_memory(
+            path, nbytes, seconds
+        ),
     }
     if given.deepspeed_python:
         makers["DeepSpeed aio_handle"] = lambda: deepspeed(

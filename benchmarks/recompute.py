@@ -1,4 +1,4 @@
-"""What recomputation costs: ds-activation-checkpointing against torch.utils.checkpoint, in the same
+"""What recomputation costs: dscore-activation-checkpointing against torch.utils.checkpoint, in the same
 run.
 
 A GPT's blocks in fp32 on one thread, with dropout, in three sizes; forward and backward of all

@@ -125,7 +125,7 @@ def theirs(way: str) -> Step:
 
 
 def ours(kind: str, layout: Any) -> Step:
-    """Ring or Ulysses of ds-sequence-parallel."""
+    """Ring or Ulysses of dscore-sequence-parallel."""
     from ds_sequence_parallel import ring_attention
     from ds_sequence_parallel.attention.ulysses import ulysses
 

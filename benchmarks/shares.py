@@ -72,7 +72,7 @@ def main() -> None:
     world = parser.parse_args().world
     print(f"Share of each of {world} ranks, over the ideal one (all parameters / ranks)\n")
     print(
-        "| model | FSDP2: rank 0 | middle rank | last rank | ranks with nothing | ds-zero: every "
+        "| model | FSDP2: rank 0 | middle rank | last rank | ranks with nothing | dscore-zero: every "
         "rank |"
     )
     print("| --- | --- | --- | --- | --- | --- |")

@@ -192,7 +192,7 @@ class OptimizerEntry(_Record):
     leaves them to it, and is given the optimizer by `Partitioner.bind`. None: any partitioner will
     do."""
     collects: bool = False
-    """It collects from other ranks what it needs whole, as by ds-optimizer-kit, so that its tensors
+    """It collects from other ranks what it needs whole, as by dscore-optimizer-kit, so that its tensors
     may be cut anywhere."""
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ds_core.naming import CORE, dist_of
+
 _TABLES = json.loads(pkgutil.get_data("ds_core", "moved.json") or b"{}")
 
 MODULES: Mapping[str, str] = _TABLES["modules"]
@@ -56,13 +58,11 @@ def check_contract(plugin: object, needs: Any) -> None:
         raise PluginError(
             f"plugin {plugin} has DS_CONTRACT = {needs!r}; it is a whole number, such as {contract}"
         )
-    keeps = f"ds-core {__version__} keeps {oldest_contract} to {contract}"
-    if needs > contract:
-        raise PluginError(f"plugin {plugin} needs contract {needs}, and {keeps}: upgrade ds-core")
-    if needs < oldest_contract:
+    if not oldest_contract <= needs <= contract:
+        fix = f"upgrade {CORE}" if needs > contract else f"upgrade it, or install an older {CORE}"
         raise PluginError(
-            f"plugin {plugin} was written for contract {needs}, and {keeps}: upgrade it, or "
-            "install an older ds-core"
+            f"plugin {plugin} needs contract {needs}, and {CORE} {__version__} keeps "
+            f"{oldest_contract} to {contract}: {fix}"
         )
 
 
@@ -98,7 +98,7 @@ def _import(old: str, new: str) -> ModuleType:
             raise
         from ds_core.catalogue import install
 
-        dist = new.partition(".")[0].replace("_", "-")
+        dist = dist_of(new.partition(".")[0])
         text = f"{old} is {new} now, of {dist}, which is not installed: {install(dist)}"
         raise ModuleNotFoundError(text, name=old) from error
 

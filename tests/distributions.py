@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -11,9 +12,12 @@ DISTRIBUTIONS = sorted(
     for kind in ("plugins", "ops", "monitors")
     for f in ROOT.glob(f"{kind}/*/pyproject.toml")
 )
-"""Of all distributions but ds-core, whose folder is ROOT."""
+"""Of all distributions but dscore-train, whose folder is ROOT."""
 
 PACKAGES = [
     ROOT / "ds_core",
     *sorted(p for d in DISTRIBUTIONS for p in d.glob("ds_*") if p.is_dir()),
 ]
+
+HOME = re.search(r'^Source = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]  # type: ignore[index]
+"""Where the repository is published."""

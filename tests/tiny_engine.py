@@ -10,7 +10,7 @@ import ds_core
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 # the core's own optimizers and kernels, bit for bit
-OWN = {"plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]}}
+OWN = {"plugins": {"disable": ["dscore-optimizers", "dscore-ops-cpu"]}}
 BASE = {"train_micro_batch_size_per_gpu": 2, "optimizer": SGD, "gradient_clipping": 0}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .packages import distributions
 
-MORE = {"ds-step-log": ["ds_step_log.plugin"]}
+MORE = {"dscore-step-log": ["ds_step_log.plugin"]}
 """Modules that users import, of packages whose own names are not all."""
 
 NOT_SHOWN = re.compile(r"\.(plugin|command|__main__|worker|pytest_plugin|hookspecs)$")

@@ -26,7 +26,7 @@ def configuration_pages() -> dict[str, str]:
     pages = {"config/core.md": core_page(CoreConfig, models)}
     singles = [name for name in sorted(models) if "root" in models[name][0].model_fields]
     pages["config/single-keys.md"] = singles_page({name: models[name] for name in singles})
-    rows = [f"| [top-level keys](config/core.md) | `ds-core` | {_plain(about(CoreConfig))} |"]
+    rows = [f"| [top-level keys](config/core.md) | `dscore-train` | {_plain(about(CoreConfig))} |"]
     for name in sorted(models):
         model, owner = models[name]
         page = "single-keys" if name in singles else name
@@ -70,7 +70,7 @@ def _option(text: str) -> str:
 
 def core_page(core: type, models: dict) -> str:
     """The keys that the core owns, sections among them."""
-    parts = ["# Top-level keys", "Keys of the core, which is always there: package `ds-core`."]
+    parts = ["# Top-level keys", "Keys of the core, which is always there: package `dscore-train`."]
     return "\n\n".join([*parts, *entries(core, "", models)]) + "\n"
 
 
@@ -166,7 +166,7 @@ def not_offered(models: dict) -> str:
     for name, row in sorted(documented().items()):
         if name not in models and row["owner"] not in {
             owner.split()[0] for _, owner in models.values()
-        } | {"ds-core"}:
+        } | {"dscore-train"}:
             rows.append(f"| `{name}` | {row['why']} |")
     head = "Such a section is accepted while it is switched off. Switched on, it is an error.\n\n"
     return head + "\n".join(["| section | why |", "| --- | --- |", *rows])

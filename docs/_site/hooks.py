@@ -13,7 +13,7 @@ HEAD = """# Hook reference
 A plugin is a module of these functions. Of a *driver* one answer is chosen, of a *hook* every answer is used, and an
 *observer* is a hook that is told what happens. A function may leave out arguments that it does not need. Whole plugins
 with their files: [Writing a plugin](../plugins.md). The conformance kits are in
-[ds-testing](api/ds_testing.md).
+[dscore-testing](api/ds_testing.md).
 """
 
 KITS = {
@@ -51,7 +51,7 @@ KITS = {
 `PluginConformance`.
 """
 OWN_KITS = {"PipelineScheduleConformance"}
-"""Kits that come with the hook's package, not with ds-testing."""
+"""Kits that come with the hook's package, not with dscore-testing."""
 
 
 def hook_pages(root: Path) -> dict[str, str]:
@@ -149,6 +149,6 @@ def _implementations(root: Path) -> dict[str, list[str]]:
             names |= set(re.findall(r"^def (ds_\w+)\(", file.read_text(), re.MULTILINE))
         dist = re.search(r'^name = "(.+)"', (folder / "pyproject.toml").read_text(), re.MULTILINE)
         for name in sorted(names):
-            if dist is not None and dist[1] != "ds-testing":
+            if dist is not None and dist[1] != "dscore-testing":
                 found.setdefault(name, []).append(dist[1])
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HEAD = """# Packages
 
-Every feature is a distribution of its own. `ds-core[standard]` and `ds-core[all]` install those that the root
+Every feature is a distribution of its own. `dscore-train[standard]` and `dscore-train[all]` install those that the root
 `pyproject.toml` lists under these names; every other is installed by its own name.
 
 | package | what it gives |

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
-from ds_core.config.core import CORE_KEYS, CORE_OWNER, CoreConfig, PluginsConfig, cross_problems
+from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.section import PER_RANK, WITHOUT_EFFECT, Section, marks, names_of, old_names
 from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, Problem, join
+from ds_core.naming import CORE
 
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins, PluginSettings
@@ -184,9 +185,7 @@ def plugin_settings(source: ConfigSource) -> PluginSettings:
     from ds_core.plugins.registry import PluginSettings
 
     problems: list[Problem] = []
-    parsed = _parsed(
-        PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE_OWNER, {}, problems
-    )
+    parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE, {}, problems)
     if problems:
         raise ConfigError(problems, source.origin)
     return PluginSettings(**dict(parsed))
@@ -217,7 +216,7 @@ def build_config(
     lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}
     given = _without(source.raw, "", lists.union(autos)) if later else source.raw
     own = {name: value for name, value in given.items() if name in CORE_KEYS}
-    core = _parsed(CoreConfig, own, "", CORE_OWNER, models, problems)
+    core = _parsed(CoreConfig, own, "", CORE, models, problems)
     sections: dict[str, BaseModel] = {}
     for name, value in given.items():
         if name in CORE_KEYS:

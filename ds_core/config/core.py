@@ -15,8 +15,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from ds_core.config.section import Clash, Section, option
 from ds_core.errors import ConfigError, Problem
 
-CORE_OWNER = "ds-core"
-
 
 def _text(change: Callable[[str], str]) -> BeforeValidator:
     """Change a text before it is checked; other values are left for their own error."""

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_core.catalogue import documented, missing
-from ds_core.config.core import CORE_KEYS, CORE_OWNER, CoreConfig
+from ds_core.config.core import CORE_KEYS, CoreConfig
 from ds_core.config.keys import iter_keys
 from ds_core.config.redaction import show_unknown
 from ds_core.errors import Problem, join, nearest
+from ds_core.naming import CORE
 
 if TYPE_CHECKING:
     from ds_core.config.build import Models
@@ -55,17 +56,15 @@ def unknown_key(
     of_owner = f" ({owner})" if owner else ""
     message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
     if belongs not in (None, where):
-        return Problem(
-            where,
-            message,
-            f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}",
-        )
-    if close:
-        return Problem(where, message, f"did you mean {join(section, close)!r}{of_owner}?")
-    listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return Problem(
-        where, message, f"{section}{of_owner} takes {listed}" if names else "it takes no keys"
-    )
+        fix = f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}"
+    elif close:
+        fix = f"did you mean {join(section, close)!r}{of_owner}?"
+    elif names:
+        listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        fix = f"{section}{of_owner} takes {listed}"
+    else:
+        fix = "it takes no keys"
+    return Problem(where, message, fix)
 
 
 def places(models: Models) -> dict[str, str]:
@@ -85,23 +84,25 @@ def places(models: Models) -> dict[str, str]:
 
 def _unknown_section(name: str, value: Any, models: Models, installed: Collection[str]) -> Problem:
     message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
-    if inside := places(models).get(name):
-        return Problem(name, message, f"{name!r} belongs at {inside!r}")
     close = nearest(name, {*CORE_KEYS, *models, *installed, *documented()})
-    if close is None:
-        return Problem(
-            name,
-            message,
-            "no key of ds-core, of an installed plugin or of the documents is like it",
-        )
-    if close in CORE_KEYS or close in models:
-        owner = CORE_OWNER if close in CORE_KEYS else models[close][1]
+    if inside := places(models).get(name):
+        fix = f"{name!r} belongs at {inside!r}"
+    elif close is None:
+        fix = f"no key of {CORE}, of an installed plugin or of the documents is like it"
     else:
-        owner = documented().get(close, {}).get("owner", "an installed plugin")
-        owner = (
-            owner if close in installed else f"{owner}, not installed" if owner else "not offered"
-        )
-    return Problem(name, message, f"did you mean {close!r} ({owner})?")
+        fix = f"did you mean {close!r} ({_owner_of(close, models, installed)})?"
+    return Problem(name, message, fix)
+
+
+def _owner_of(section: str, models: Models, installed: Collection[str]) -> str:
+    if section in CORE_KEYS:
+        return CORE
+    if section in models:
+        return models[section][1]
+    owner: str = documented().get(section, {}).get("owner", "an installed plugin")
+    if section in installed:
+        return owner
+    return f"{owner}, not installed" if owner else "not offered"
 
 
 def _is_off(row: Mapping[str, Any], value: Any) -> bool:

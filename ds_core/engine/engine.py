@@ -428,7 +428,7 @@ class Engine(RunningEngine):
         return self.train(False)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile the model in place: `compile_model` of the package ds-compile."""
+        """Compile the model in place: `compile_model` of the package dscore-compile."""
         self.compile_model(*arguments, **options)
 
     # -- the end -----------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
             why = _lacking(text)
         except InvalidRequirement as error:
             raise PluginError(
-                f"plugins.require: {text!r} is not a requirement like 'ds-zero>=0.1': {error}"
+                f"plugins.require: {text!r} is not a requirement like 'dscore-zero>=0.1': {error}"
             ) from error
         if why:
             from ds_core.catalogue import install

@@ -102,7 +102,7 @@ class Registry:
             self._reports[item] = Report(
                 item, PluginState.DISABLED if off else PluginState.AVAILABLE, off
             )
-        self._load_new(Found("core", BACKENDS, BUILTIN, "ds-core", __version__))
+        self._load_new(Found("core", BACKENDS, BUILTIN, "dscore-train", __version__))
         self._load_required()
         self._load_named_modules()
 

@@ -193,9 +193,9 @@ def test_an_unknown_name_lists_what_there_is_and_why_not(
     message = refused(install(vendor=[entry("vendor", why="unplugged")]))
     assert "DS_ACCELERATOR=vendr names no installed accelerator; did you mean 'vendor'?" in message
     assert "vendor (vendor-ds): unplugged" in message
-    assert "cpu (ds-core): available" in message
+    assert "cpu (dscore-train): available" in message
     for name in ("cuda", "xpu", "mps", "privateuse1"):
-        assert f"{name} (ds-core): " in message
+        assert f"{name} (dscore-train): " in message
 
 
 def test_an_unavailable_one_that_is_named_is_an_error_and_never_another(
@@ -204,7 +204,7 @@ def test_an_unavailable_one_that_is_named_is_an_error_and_never_another(
     monkeypatch.setenv("DS_ACCELERATOR", "vendor")
     message = refused(install(vendor=[entry("vendor", why="unplugged")]))
     assert "vendor (vendor-ds) is not available: unplugged" in message
-    assert "cpu (ds-core): available" in message
+    assert "cpu (dscore-train): available" in message
 
 
 def test_a_plugin_may_replace_a_device_of_the_core(

@@ -52,12 +52,12 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
 
 def requirements(dist: str, known: dict[str, tuple[Path, dict[str, Any]]]) -> list[str]:
     """The distributions of this repository that `dist` needs, those that others need first; without
-    ds-core.
+    dscore-train.
     """
     names = [
         re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in known[dist][1].get("dependencies", ())
     ]
-    ours = [name for name in names if name in known and name != "ds-core"]
+    ours = [name for name in names if name in known and name != "dscore-train"]
     return [each for name in ours for each in (*requirements(name, known), name)]
 
 

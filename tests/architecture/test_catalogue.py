@@ -71,7 +71,7 @@ def test_the_documents_owners_are_those_that_exist() -> None:
 
 
 def test_no_sentence_promises_a_distribution_that_is_here() -> None:
-    promise = re.compile(r"(?:will come with|comes with a later)[^\"']{0,20}?\b(ds-[a-z-]+)")
+    promise = re.compile(r"(?:will come with|comes with a later)[^\"']{0,20}?\b(dscore-[a-z-]+)")
     found = []
     for file in [
         *ROOT.glob("ds_core/**/*.py"),

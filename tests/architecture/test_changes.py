@@ -20,7 +20,7 @@ else:
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETTINGS = PROJECT["tool"]["towncrier"]
 KINDS = [kind["directory"] for kind in SETTINGS["type"]]
-NAMES = {"repository", "ds-core"} | {
+NAMES = {"repository", "dscore-train"} | {
     tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"]
     for folder in DISTRIBUTIONS
 }
@@ -49,14 +49,14 @@ def faults(name: str, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "text", "count"),
     [
-        ("ds-zero.fix.md", "Something was wrong.\n", 0),
+        ("dscore-zero.fix.md", "Something was wrong.\n", 0),
         ("repository.internal.2.md", "Two\nlines.", 0),
-        ("ds-zero.md", "Text.", 1),
+        ("dscore-zero.md", "Text.", 1),
         ("37.fix.md", "Text.", 1),
         ("ds-none.bugfix.md", "Text.", 2),
-        ("ds-zero.fix.md", "", 1),
-        ("ds-zero.fix.md", "- A bullet.", 1),
-        ("ds-zero.fix.md", "One.\n\nTwo.", 1),
+        ("dscore-zero.fix.md", "", 1),
+        ("dscore-zero.fix.md", "- A bullet.", 1),
+        ("dscore-zero.fix.md", "One.\n\nTwo.", 1),
     ],
 )
 def test_faults_are_seen(name: str, text: str, count: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from ds_testing.grade import RULES, Subject, examine, level_of
 
+from ds_core.naming import PREFIX
 from ds_core.plugins.discovery import discover
 
 RUN_ELSEWHERE = frozenset(("tests", "parallel", "resumes", "given-back"))
@@ -46,7 +47,7 @@ DOCUMENTED = {
 }
 """A README without all that the rule asks for -> where it is told."""
 
-MODULES = sorted({found.module for found in discover() if found.dist.startswith("ds-")})
+MODULES = sorted({found.module for found in discover() if found.dist.startswith(PREFIX)})
 
 
 @pytest.mark.parametrize("module", MODULES)

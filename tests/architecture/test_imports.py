@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from graph import parse
 
+from ds_core.naming import PREFIX
+
 CORE = ROOT / "ds_core"
 
 
@@ -198,7 +200,8 @@ def declared(distribution: Path) -> set[str]:
     text = (distribution / "pyproject.toml").read_text()
     listed = re.search(r"^dependencies = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
     assert listed is not None
-    return {name.replace("-", "_") for name in re.findall(r'"(ds-[\w-]+)', listed[1])}
+    found = re.findall(rf'"{PREFIX}([\w-]+)', listed[1])
+    return {"ds_" + name.replace("-", "_") for name in found}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)

@@ -44,7 +44,9 @@ def test_every_distribution_says_what_pypi_shows(file: Path) -> None:
     assert set(project["classifiers"]) >= PYTHONS and project["requires-python"] == ">=3.10"
     text = (file.parent / project["readme"]).read_text()
     assert relative_links(text) == []
-    for path in re.findall(r"github\.com/ds-core/ds_core/(?:blob|tree)/main/([^)#\s\"`]+)", text):
+    for path in re.findall(
+        r"github\.com/dscore-train/ds_core/(?:blob|tree)/main/([^)#\s\"`]+)", text
+    ):
         assert (ROOT / path).exists(), path
 
 

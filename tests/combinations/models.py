@@ -2,7 +2,7 @@
 divide by nothing.
 
 `blocks` of it know nothing of tensor parallelism (its linear layers have usual names); attention
-and loss are modules of ds-sequence-parallel, which in one process are torch's own. In fp64 all of
+and loss are modules of dscore-sequence-parallel, which in one process are torch's own. In fp64 all of
 it is fp64.
 """
 

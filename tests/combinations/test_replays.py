@@ -1,5 +1,5 @@
-"""Steps that ds-numerics computes again draw the random numbers that they drew: those of
-ds-reproducibility are counted, not those of a generator.
+"""Steps that dscore-numerics computes again draw the random numbers that they drew: those of
+dscore-reproducibility are counted, not those of a generator.
 """
 
 from __future__ import annotations

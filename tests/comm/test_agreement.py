@@ -25,14 +25,14 @@ def test_equal_items_pass_in_any_order() -> None:
 
 def test_every_rank_is_told_keys_values_and_holders() -> None:
     held = [
-        {"ds-zero": "0.1", "lr": "1"},
-        {"ds-zero": "0.2", "lr": "1"},
-        {"ds-zero": "0.1", "lr": "1"},
+        {"dscore-zero": "0.1", "lr": "1"},
+        {"dscore-zero": "0.2", "lr": "1"},
+        {"dscore-zero": "0.1", "lr": "1"},
         {"lr": "1"},
     ]
     messages = run_ranks(4, mismatch, held)
     assert len(set(messages)) == 1
-    assert "ds-zero" in messages[0]
+    assert "dscore-zero" in messages[0]
     assert "ranks 0, 2: 0.1" in messages[0]
     assert "rank 1: 0.2" in messages[0]
     assert "rank 3: (missing)" in messages[0]

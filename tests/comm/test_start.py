@@ -188,7 +188,8 @@ def test_a_variable_that_only_a_package_reads_names_the_package(
         assert find_own(plugins=nobody) is None
     monkeypatch.setenv("SLURM_PROCID", "1")
     with pytest.raises(
-        CommError, match="SLURM_PROCID is 1, so there are several processes; .* by ds-rendezvous"
+        CommError,
+        match="SLURM_PROCID is 1, so there are several processes; .* by dscore-rendezvous",
     ):
         find_own(plugins=nobody)
 

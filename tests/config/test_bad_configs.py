@@ -209,7 +209,7 @@ SINGLE: list[tuple[Any, str]] = [
     ({"kernels": {"adam": 3}}, "kernels.adam"),
     ({"kernels": {"adam": ""}}, "kernels.adam"),
     ({"kernels": {"adam": None}}, "kernels.adam"),
-    ({"plugins": {"require": "ds-zero"}}, "plugins.require"),
+    ({"plugins": {"require": "dscore-zero"}}, "plugins.require"),
     ({"plugins": {"disable": [1]}}, "plugins.disable[0]"),
     ({"plugins": {"load": {"a": "b"}}}, "plugins.load"),
     ({"plugins": {"prefer": ["a"]}}, "plugins.prefer"),
@@ -344,10 +344,14 @@ def test_infinitely_many_steps_per_print_mean_never(text: str) -> None:
 def test_the_nearest_key_and_its_owner_are_named(path: str, meant: str) -> None:
     (problem,) = (p for p in refused(nest(path, 1)).problems if p.path == path)
     assert repr(meant) in problem.fix
-    owners = {"fake": "ds-fake 1.2.0", "plain": "ds-plain 0.1.0", "zero_optimization": "ds-zero"}
-    owners |= {"csv_monitor": "ds-monitor-csv", "tensorboard": "ds-monitor-tensorboard"}
-    owners |= {"activation_checkpointing": "ds-activation-checkpointing"}
-    assert owners.get(meant.split(".")[0], "ds-core") in problem.fix
+    owners = {
+        "fake": "ds-fake 1.2.0",
+        "plain": "ds-plain 0.1.0",
+        "zero_optimization": "dscore-zero",
+    }
+    owners |= {"csv_monitor": "dscore-monitor-csv", "tensorboard": "dscore-monitor-tensorboard"}
+    owners |= {"activation_checkpointing": "dscore-activation-checkpointing"}
+    assert owners.get(meant.split(".")[0], "dscore-train") in problem.fix
 
 
 @pytest.mark.parametrize(("path", "value"), NOT_OFFERED.items())

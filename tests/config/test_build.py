@@ -137,11 +137,15 @@ def test_the_result_is_frozen() -> None:
 
 def test_plugin_settings() -> None:
     raw = {
-        "plugins": {"require": ["ds-zero>=0.1"], "disable": ["aio"], "prefer": {"a": "b"}},
+        "plugins": {"require": ["dscore-zero>=0.1"], "disable": ["aio"], "prefer": {"a": "b"}},
         "train_batch_size": "x",
     }
     settings = plugin_settings(read_config(raw))
-    assert (settings.require, settings.disable, settings.load) == (["ds-zero>=0.1"], ["aio"], [])
+    assert (settings.require, settings.disable, settings.load) == (
+        ["dscore-zero>=0.1"],
+        ["aio"],
+        [],
+    )
     assert settings.prefer == {"a": "b"}
     with pytest.raises(ConfigError, match=r"plugins\.requires: unknown key .*plugins\.require"):
         plugin_settings(read_config({"plugins": {"requires": []}}))

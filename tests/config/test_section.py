@@ -293,7 +293,7 @@ def test_foreign_validators_are_translated() -> None:
 
 def test_plugins_that_are_named_and_not_there_are_noted() -> None:
     asked = {
-        "disable": ["tensorbord", "csv_monitor", "ds-zero"],
+        "disable": ["tensorbord", "csv_monitor", "dscore-zero"],
         "prefer": {"my_section": "my-plugin"},
     }
     disabled, preferred = (str(note) for note in compose({"plugins": asked}).notes)

@@ -87,7 +87,7 @@ def test_a_format_that_is_not_installed_names_its_package(
 ) -> None:
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     with pytest.raises(
-        ConfigError, match=r"'\.yaml' is served by ds-config-formats, which is not installed"
+        ConfigError, match=r"'\.yaml' is served by dscore-config-formats, which is not installed"
     ):
         read_config(write(tmp_path, "c.yaml", "a: 1"))
     with pytest.raises(ConfigError, match="not JSON"):

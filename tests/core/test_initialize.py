@@ -166,7 +166,7 @@ def test_config_sources_are_equivalent(tmp_path):
         (
             {"type": "Lamb"},
             [
-                "served by ds-optimizers",
+                "served by dscore-optimizers",
                 "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/access "
                 "./plugins/state_stores ./plugins/optimizer_kit ./plugins/optimizers",
             ],

@@ -70,7 +70,7 @@ def test_plain_torch_serves_where_nothing_is_installed(table: Make) -> None:
     assert "adam" not in bare.ops() and not any(key.startswith("adam") for key in bare.resolved())
     with pytest.raises(
         KernelError,
-        match="kernel 'adam' is served by ds-kernel-kit, which is not installed; install",
+        match="kernel 'adam' is served by dscore-kernel-kit, which is not installed; install",
     ):
         bare.get("adam")
     with pytest.raises(KernelError, match="no kernel is called 'adan'"):
@@ -151,7 +151,13 @@ def test_what_the_log_says(table: Make) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_core_trains_without_any_kernel(dtype: str) -> None:
-    out = ["ds-kernel-kit", "ds-ops-cpu", "ds-ops-cuda", "ds-optimizers", "ds-moe"]
+    out = [
+        "dscore-kernel-kit",
+        "dscore-ops-cpu",
+        "dscore-ops-cuda",
+        "dscore-optimizers",
+        "dscore-moe",
+    ]
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,

@@ -62,7 +62,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert (
-        "ds_core.access is ds_access.states now, of ds-access, which is not installed"
+        "ds_core.access is ds_access.states now, of dscore-access, which is not installed"
         in done.stderr
     )
 
@@ -72,12 +72,12 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path) -> None:
     [
         (
             ds_core.contract + 1,
-            rf"needs contract {ds_core.contract + 1}, and ds-core .* keeps 1 to 2: upgrade ds-core",
+            rf"needs contract {ds_core.contract + 1}, and dscore-train .* keeps 1 to 2: upgrade dscore-train",
         ),
         (
             0,
-            r"was written for contract 0, and ds-core .* keeps 1 to 2: upgrade it, or install an "
-            r"older ds-core",
+            r"needs contract 0, and dscore-train .* keeps 1 to 2: upgrade it, or install an "
+            r"older dscore-train",
         ),
         ("2", r"has DS_CONTRACT = '2'; it is a whole number"),
     ],

@@ -145,7 +145,9 @@ def owner_of(section: str) -> str:
         "sections", section
     ):
         return (
-            "ds-core" if section in ("", "optimizer", "scheduler", *CoreConfig.model_fields) else ""
+            "dscore-train"
+            if section in ("", "optimizer", "scheduler", *CoreConfig.model_fields)
+            else ""
         )
     return Plugins().models([section])[section][1].split()[0]
 

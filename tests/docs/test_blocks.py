@@ -113,7 +113,7 @@ def test_what_pip_installs_is_here(page: Path) -> None:
                 if not w.startswith("-") and words[words.index(w) - 1] != "--find-links"
             ]:
                 name = word.partition("[")[0]
-                known = (ROOT / name / "pyproject.toml").exists() or name in ours | {"ds-core"}
+                known = (ROOT / name / "pyproject.toml").exists() or name in ours | {"dscore-train"}
                 assert known, (
                     f"{name_of(page)}: {shlex.join(words)}: {word} is no distribution of ours"
                 )

@@ -2,7 +2,7 @@
 
 A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The
 table of layers in architecture.md has import-linter's layers and each module's first line, the one
-of names in migrate.md the table of ds-deepspeed-compat; those of keys in deepspeed-keys.md are of
+of names in migrate.md the table of dscore-deepspeed-compat; those of keys in deepspeed-keys.md are of
 the config models. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new
 plugin`` writes: all modules, or those that are named after it. ``python
 tests/docs/test_generated.py`` writes all of them anew.

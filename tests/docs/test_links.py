@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from distributions import HOME
 from pages import DOCS, ROOT, anchors, links, name_of, pages
 
 OURS = re.compile(
-    r"https://github\.com/ds-core/ds_core(?:/(?:blob|tree|raw)/main/(?P<path>[^#]*))?(?:#(?P<anchor>.+))?$"
+    re.escape(HOME) + r"(?:/(?:blob|tree|raw)/main/(?P<path>[^#]*))?(?:#(?P<anchor>.+))?$"
 )
 HOSTS = {
     "arxiv.org",

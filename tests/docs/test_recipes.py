@@ -84,7 +84,9 @@ def as_installed(tmp_path: Path) -> Path:
                 if "/" in file:
                     (site / file).with_name("__init__.py").touch()
         group, name, module = files["entry point"].split()
-        write_metadata(site, dist, "Requires-Dist: ds-core", entry_points={group: {name: module}})
+        write_metadata(
+            site, dist, "Requires-Dist: dscore-train", entry_points={group: {name: module}}
+        )
     return site
 
 

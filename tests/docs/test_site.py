@@ -61,7 +61,7 @@ def test_it_has_every_page_and_the_references(site: Path) -> None:
         in (site / "reference/api/ds_core.engine.engine.html").read_text()
     )
     assert 'id="ds_zero.Init"' in (site / "reference/api/ds_zero.html").read_text()
-    assert (site / "reference/packages/ds-zero.html").exists()
+    assert (site / "reference/packages/dscore-zero.html").exists()
 
 
 def test_reading_it_needs_no_network(site: Path) -> None:

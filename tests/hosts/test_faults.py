@@ -157,7 +157,7 @@ def test_the_key_of_a_host_is_unknown(own: Site) -> None:
     said_once(text, r"^dscore: .*host b\b")
 
 
-@pytest.mark.parametrize("dist", ["ds-zero", "torch"])
+@pytest.mark.parametrize("dist", ["dscore-zero", "torch"])
 def test_versions_differ(own: Site, dist: str) -> None:
     meta = next(
         file for file in importlib.metadata.files(dist) or () if file.name == "METADATA"

@@ -1,4 +1,4 @@
-"""Clean rows of the matrix under ds-verify, and those that once raised an alarm, or stopped it."""
+"""Clean rows of the matrix under dscore-verify, and those that once raised an alarm, or stopped it."""
 
 from __future__ import annotations
 

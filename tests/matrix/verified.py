@@ -1,4 +1,4 @@
-"""Clean runs of the matrix through ds-verify: it must raise no alarm in any of them.
+"""Clean runs of the matrix through dscore-verify: it must raise no alarm in any of them.
 ``python tests/matrix/verified.py [--rows 300]``
 
 A row is trained in its layout with the recorder, replayed in one process, and once more from moved
@@ -115,7 +115,7 @@ def judged(row: Row) -> dict[str, Any]:
 
 
 def verifiable(row: Row) -> bool:
-    """Whether a row is one that ds-verify compares."""
+    """Whether a row is one that dscore-verify compares."""
     divided = row.get("sp", "none") in ("ulysses", "ring")
     return possible(row) and not (divided and row.get("pp", "none") != "none")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ds_rendezvous() -> RendezvousEntry:
-    """Asked where ``ACME_RANK`` is set; a higher priority than that of ds-rendezvous."""
+    """Asked where ``ACME_RANK`` is set; a higher priority than that of dscore-rendezvous."""
     return RendezvousEntry(
         "file_rendezvous:find", "file_rendezvous:open_store", ("ACME_RANK",), priority=10
     )

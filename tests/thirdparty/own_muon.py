@@ -1,6 +1,6 @@
 """A matrix optimizer of somebody else's: it follows the sign of the singular values, by an SVD.
 
-It knows of no layout: ds-optimizer-kit brings whole matrices to `update`, and their results back.
+It knows of no layout: dscore-optimizer-kit brings whole matrices to `update`, and their results back.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_an_accelerator_that_cannot_be_had_is_answered_with_why(acme: Path) -> N
     words = ("acme", "acme-ds", "no acme device is plugged in")
     assert [w for w in words if w not in unavailable] == [], unavailable
     unknown = select(acme, status=-1, DS_ACCELERATOR="acmi")
-    words = ("acmi", "did you mean 'acme'", "cpu (ds-core)", "no acme device is plugged in")
+    words = ("acmi", "did you mean 'acme'", "cpu (dscore-train)", "no acme device is plugged in")
     assert [w for w in words if w not in unknown] == [], unknown
 
 

@@ -111,14 +111,14 @@ def test_two_claims_on_one_section_name_both_and_prefer_resolves(site: Path) -> 
     named = PLAIN | {"csv_monitor": {"enabled": False}}
     output = compose(site, named, status=-1)
     message = output[output.rindex("PluginError") :]
-    words = ("csv_monitor", "broken-ds 0.0.1", "ds-monitor-csv", '"prefer": {"csv_monitor"')
+    words = ("csv_monitor", "broken-ds 0.0.1", "dscore-monitor-csv", '"prefer": {"csv_monitor"')
     assert [w for w in words if w not in message] == [], message
-    for owner in ("ds-monitor-csv", "broken-ds"):
+    for owner in ("dscore-monitor-csv", "broken-ds"):
         assert compose(site, named | {"plugins": {"prefer": {"csv_monitor": owner}}}).split() == [
             owner
         ]
     assert compose(site, named | {"plugins": {"disable": ["broken-ds"]}}).split() == [
-        "ds-monitor-csv"
+        "dscore-monitor-csv"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Ranks meet by the rendezvous of somebody else's, installed beside ds-rendezvous; see
+"""Ranks meet by the rendezvous of somebody else's, installed beside dscore-rendezvous; see
 file_rendezvous.py.
 """
 

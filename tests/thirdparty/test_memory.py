@@ -47,4 +47,4 @@ def test_two_answers_are_an_error_that_names_both() -> None:
         PluginError, match=r"ds_memory is answered by .*; only one can drive"
     ) as caught:
         chosen.plugins.driver("ds_memory", **arguments)
-    assert "sliced_states" in str(caught.value) and "ds-zero" in str(caught.value)
+    assert "sliced_states" in str(caught.value) and "dscore-zero" in str(caught.value)

@@ -88,7 +88,7 @@ def test_hooks_of_a_run_are_called_only_of_who_takes_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = write(MEDDLER)
-    checkpoints = Found("checkpoint", BACKENDS, "ds_checkpoint.plugin", "ds-checkpoint", "0")
+    checkpoints = Found("checkpoint", BACKENDS, "ds_checkpoint.plugin", "dscore-checkpoint", "0")
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: (checkpoints, found))
     monkeypatch.setattr(
         "ds_core.plugins.registry.check_required", lambda names: ["ds-odd"] if names else []
@@ -343,7 +343,7 @@ def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
     }
     assert {done.exit_code for done in said.values()} == {2}
     assert (
-        "is served by ds-plan, which is not installed" in texts["plan"]
+        "is served by dscore-plan, which is not installed" in texts["plan"]
         and "./plugins/plan" in texts["plan"]
     )
     assert "quarantined: plugin 'odd' (ds-odd 1.0" in texts["mine"]

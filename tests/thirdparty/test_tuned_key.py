@@ -1,4 +1,4 @@
-"""A plugin of somebody else's says which of its keys are worth a trial, and ds-autotuning tries
+"""A plugin of somebody else's says which of its keys are worth a trial, and dscore-autotuning tries
 them.
 """
 

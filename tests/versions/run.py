@@ -2,7 +2,7 @@
 write down the result.
 
 One version at a time: a virtual environment of its own, that python, that torch from the registry,
-the wheels of ``ds-core[standard]`` and ds-testing with what they declare. With "lowest", everything
+the wheels of ``dscore-train[standard]`` and dscore-testing with what they declare. With "lowest", everything
 else that our wheels declare is installed at its lower bound, too. The environment is deleted
 afterwards: a CUDA build of torch takes 6 GB. The rows of docs/versions.md are written.
 """
@@ -39,7 +39,7 @@ VERSIONS = (
 LIGHT = """
 import importlib, importlib.metadata as metadata, sys
 for dist in metadata.distributions():
-    if dist.name.startswith("ds-"):
+    if dist.name.startswith("dscore-"):
         for point in dist.entry_points:
             if point.group.startswith("ds_core."):
                 point.load()
@@ -90,7 +90,7 @@ def lower_bounds(file: Path) -> Path:
     found = re.findall(r'"([A-Za-z][\w-]*)(?:\[\w+\])?>=([\d.]+)', "\n".join(texts))
     highest: dict[str, str] = {}
     for name, bound in found:  # some are declared by several distributions
-        if not name.startswith("ds-") and name != "torch":
+        if not name.startswith("dscore-") and name != "torch":
             highest[name] = max(highest.get(name, "0"), bound, key=Version)
     rows = [f"{name}=={bound}" for name, bound in highest.items()]
     file.write_text("\n".join(sorted(rows)) + "\n")
@@ -105,7 +105,8 @@ def install(place: Path, wheels: Path, python: str, torch: str, lowest: str) -> 
     run([*pip, f"torch=={torch}"], timeout=1200)
     bounds = ["-c", str(lower_bounds(place / "bounds.txt"))] if lowest else []
     run(
-        [*pip, "--find-links", str(wheels), *bounds, "ds-core[standard]", "ds-testing"], timeout=600
+        [*pip, "--find-links", str(wheels), *bounds, "dscore-train[standard]", "dscore-testing"],
+        timeout=600,
     )
     run([here, "-m", "pip", "check"])
     return here

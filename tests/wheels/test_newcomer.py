@@ -21,7 +21,7 @@ PAGE = DOCS / "tutorials" / "add-a-plugin.md"
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"<!-- file (\S+) -->\n.*?<!-- /file -->", re.DOTALL)
 HAVE = re.compile(
-    r"(?!__editable__|_editable|ds_|ds-|pip|__pycache__|distutils|_distutils)(?!.*\.pth$)"
+    r"(?!__editable__|_editable|ds_|ds-|dscore_|pip|__pycache__|distutils|_distutils)(?!.*\.pth$)"
 )
 """What of this environment's packages a new one is shown: torch and other foundations, and nothing
 of ours.

@@ -38,9 +38,9 @@ RUN_BY = ("ds_command_kit", "ds_testing", "typer", "rich", "pytest")
 only where they are.
 """
 TESTED_WITH = (
-    "ds-testing",
-    "ds-testing-hosts",
-    "ds-cli",
+    "dscore-testing",
+    "dscore-testing-hosts",
+    "dscore-cli",
     "pytest",
     "pytest-timeout",
     "numpy",
@@ -138,7 +138,7 @@ def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
                 "--no-compile",
                 "-q",
                 "--find-links",
-                str(wheels["ds-core"].parent),
+                str(wheels["dscore-train"].parent),
                 *names,
                 python=python,
             )
@@ -183,12 +183,12 @@ def test_a_wheel_of_every_distribution_with_all_its_files(
 
 
 def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
-    core = wheels["ds-core"]
+    core = wheels["dscore-train"]
     alone = {canonicalize_name(r.name) for r in requirements(core)}
     standard = {canonicalize_name(r.name) for r in requirements(core, ["standard"])} - alone
     everything = {canonicalize_name(r.name) for r in requirements(core, ["all"])} - alone
     assert alone & set(wheels) == set()
-    assert everything == set(wheels) - {"ds-core"}
+    assert everything == set(wheels) - {"dscore-train"}
     assert standard < everything
 
 
@@ -196,7 +196,7 @@ def test_the_extras_name_what_there_is(wheels: dict[str, Path]) -> None:
 def test_the_core_alone_trains_on_one_and_two_ranks(
     environment: Environment, tmp_path: Path
 ) -> None:
-    python = environment("ds-core")
+    python = environment("dscore-train")
     script = tmp_path / "core_only.py"
     shutil.copy(HERE / "core_only.py", script)
     env = variables(tmp_path)
@@ -208,7 +208,7 @@ def test_the_core_alone_trains_on_one_and_two_ranks(
         assert len(seen) == (2 if launcher else 1)
         for s in seen:
             assert s["losses"][-1] < 0.5 * s["losses"][0]
-            assert "ds-checkpoint" in s["no_checkpoints"]
+            assert "dscore-checkpoint" in s["no_checkpoints"]
             assert s["weights"] == seen[0]["weights"]
         if not launcher:
             assert len(seen[0]["modules"]) <= 45, seen[0]["modules"]
@@ -218,7 +218,7 @@ def test_the_core_alone_trains_on_one_and_two_ranks(
 def test_the_standard_packages_from_a_folder_of_wheels(
     environment: Environment, tmp_path: Path
 ) -> None:
-    python = environment("ds-core[standard]", resolve=True)
+    python = environment("dscore-train[standard]", resolve=True)
     assert "No broken requirements" in pip("check", python=python)
     empty = tmp_path / "empty"
     out = tmp_path / "out"
@@ -299,7 +299,7 @@ def test_each_distribution_alone(
         [str(environment(dist)), "-c", IMPORT_ALL, json.dumps(names), absent], cwd=tmp_path, env=env
     )
 
-    if dist == "ds-core":  # its own tests are the tests of this repository
+    if dist == "dscore-train":  # its own tests are the tests of this repository
         return
     allowed = {
         package.name

@@ -60,7 +60,7 @@ def test_an_empty_output_path_is_the_launch_folder(
 def test_the_core_builds_it_from_a_config(tmp_path: Path) -> None:
     plugins = Plugins(PluginSettings(load=["csv_monitor=ds_monitor_csv.plugin"]), found=())
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    models = {"csv_monitor": (CSVConfig, "ds-monitor-csv 0.1.0")}
+    models = {"csv_monitor": (CSVConfig, "dscore-monitor-csv 0.1.0")}
     config = build_config({"train_batch_size": 4, "csv_monitor": section}, models)
     (answer,) = plugins.ask("ds_monitors", ctx=SimpleNamespace(config=config))
     (monitor,) = answer.value

@@ -73,7 +73,7 @@ def test_an_empty_output_path_is_the_launch_folder(
 def test_the_core_builds_it_from_a_config(tmp_path: Path) -> None:
     plugins = Plugins(PluginSettings(load=["tensorboard=ds_monitor_tensorboard.plugin"]), found=())
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    models = {"tensorboard": (TensorBoardConfig, "ds-monitor-tensorboard 0.1.0")}
+    models = {"tensorboard": (TensorBoardConfig, "dscore-monitor-tensorboard 0.1.0")}
     config = build_config({"train_batch_size": 4, "tensorboard": section}, models)
     assert [list(answer.value) for answer in plugins.ask("ds_check", config=config)] == [[]]
     (answer,) = plugins.ask("ds_monitors", ctx=SimpleNamespace(config=config))

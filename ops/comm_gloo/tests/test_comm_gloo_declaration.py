@@ -1,4 +1,4 @@
-"""The declaration of ds-comm-gloo."""
+"""The declaration of dscore-comm-gloo."""
 
 from __future__ import annotations
 

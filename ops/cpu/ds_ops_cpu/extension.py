@@ -1,4 +1,4 @@
-"""What ``ds-ops-cpu`` compiles (torch-free); see `ds_kernel_kit.build`."""
+"""What ``dscore-ops-cpu`` compiles (torch-free); see `ds_kernel_kit.build`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _for_each_processor(folder: str = "") -> tuple[Unit, ...]:
 
 
 EXTENSION = Extension(
-    name="ds-ops-cpu",
+    name="dscore-ops-cpu",
     module="_ds_ops_cpu",
     folder=Path(__file__).parent / "cpp",
     units=(

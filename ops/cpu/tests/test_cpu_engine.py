@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("clean_ds")
 CONFIG: dict[str, Any] = {
     "gradient_clipping": 0.01,
     # from here, also where it is installed
-    "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["ds-ops-cpu"]},
+    "plugins": {"load": ["ds_ops_cpu.plugin"], "disable": ["dscore-ops-cpu"]},
 }
 
 
@@ -69,7 +69,7 @@ def test_a_machine_without_a_compiler_trains(
     with caplog.at_level(logging.INFO, "ds_core"):
         net, engine = trained(CONFIG)
     used = {op.split("/")[0]: who for op, who in engine.ctx.kernels.resolved().items()}
-    assert {used[op] for op in OPS} == {"reference (ds-kernel-kit)"}
+    assert {used[op] for op in OPS} == {"reference (dscore-kernel-kit)"}
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kernels:")]
     assert (
         len(lines) == 1 and "g++ and ninja not found" in lines[0] and "apt install g++" in lines[0]
@@ -79,5 +79,7 @@ def test_a_machine_without_a_compiler_trains(
 
 def test_the_config_turns_it_off() -> None:
     net, engine = trained({**CONFIG, "kernels": {"squared_norm": "reference"}})
-    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (ds-kernel-kit)"
+    assert (
+        engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "reference (dscore-kernel-kit)"
+    )
     assert_same(net, alone())

@@ -1,4 +1,4 @@
-"""ds-ops-cpu: against the references on every instruction set, and what callers may rely on beyond
+"""dscore-ops-cpu: against the references on every instruction set, and what callers may rely on beyond
 them.
 """
 

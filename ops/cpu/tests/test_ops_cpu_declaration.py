@@ -1,4 +1,4 @@
-"""The declaration of ds-ops-cpu."""
+"""The declaration of dscore-ops-cpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ds-ops-cuda`` compiles, and whether it can run here (torch-free until a device is asked
+"""What ``dscore-ops-cuda`` compiles, and whether it can run here (torch-free until a device is asked
 for).
 
 [Note: one library for every torch] The CUDA runtime is linked in statically: the library then needs
@@ -44,7 +44,7 @@ def _extension() -> Extension:
     runtime = _runtime(home) if home else None
     search = (f'"-L{runtime}"',) if runtime else ()
     return Extension(
-        name="ds-ops-cuda",
+        name="dscore-ops-cuda",
         module="_ds_ops_cuda",
         folder=Path(__file__).parent / "cuda",
         units=(

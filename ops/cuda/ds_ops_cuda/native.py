@@ -30,7 +30,7 @@ def native() -> ModuleType:
         if driver // 1000 < runtime // 1000:  # within one major version older drivers serve
             has = f"is for CUDA {_version(driver)}" if driver else "is not there"
             raise KernelError(
-                f"ds-ops-cuda was built with CUDA {_version(runtime)}, and the driver {has}; "
+                f"dscore-ops-cuda was built with CUDA {_version(runtime)}, and the driver {has}; "
                 "update the driver, or set CUDA_HOME to a toolkit of CUDA "
                 f"{torch.version.cuda or 'your driver'}"
             )

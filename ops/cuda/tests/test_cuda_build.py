@@ -152,7 +152,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_table_serves_references_on_the_cpu_and_gives_reasons() -> None:
     kernels = Kernels(Plugins())
-    if "ds-ops-cuda" not in {c.dist for c in kernels.candidates("adam", "cpu", "float32")}:
+    if "dscore-ops-cuda" not in {c.dist for c in kernels.candidates("adam", "cpu", "float32")}:
         entries = list(ds_kernels())  # not installed in this environment: what it would offer
     else:
         entries = [

@@ -1,4 +1,4 @@
-"""The declaration of ds-ops-cuda."""
+"""The declaration of dscore-ops-cuda."""
 
 from __future__ import annotations
 

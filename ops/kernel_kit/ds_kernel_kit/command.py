@@ -155,7 +155,9 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
                     ]
                 )
     if not rows:
-        typer.echo(f"only references serve {device}: nothing to compare; {install('ds-ops-cpu')}")
+        typer.echo(
+            f"only references serve {device}: nothing to compare; {install('dscore-ops-cpu')}"
+        )
         return
     show_table(("operation", "provider", "distribution", "result"), rows)
     if failed:

@@ -2,7 +2,7 @@
 inside.
 
 `tell` calls an operation of torch that does nothing, ``ds_kernel_kit::work``. Dispatch modes see
-it, such as ``torch.utils.flop_counter.FlopCounterMode`` and ds-flops-profiler.
+it, such as ``torch.utils.flop_counter.FlopCounterMode`` and dscore-flops-profiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The declaration of ds-kernel-kit."""
+"""The declaration of dscore-kernel-kit."""
 
 from __future__ import annotations
 

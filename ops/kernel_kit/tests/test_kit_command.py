@@ -26,7 +26,7 @@ ENTRIES = (
     KernelEntry("lion", "away", "ops_cli:wrong", 20, available=lambda: "g++ not found"),
 )
 
-KIT = Found("kernel_kit", BACKENDS, "ds_kernel_kit.plugin", "ds-kernel-kit", "0.1.0")
+KIT = Found("kernel_kit", BACKENDS, "ds_kernel_kit.plugin", "dscore-kernel-kit", "0.1.0")
 
 
 def wrong(into: Any, added: Any, *, scale: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""The declaration of ds-activation-checkpointing, and its section."""
+"""The declaration of dscore-activation-checkpointing, and its section."""
 
 from __future__ import annotations
 

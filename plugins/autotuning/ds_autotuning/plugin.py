@@ -1,4 +1,4 @@
-"""What ds-autotuning offers to ds_core: the section ``autotuning`` and ``dscore tune``
+"""What dscore-autotuning offers to ds_core: the section ``autotuning`` and ``dscore tune``
 (torch-free).
 """
 

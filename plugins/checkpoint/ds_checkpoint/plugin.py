@@ -1,4 +1,4 @@
-"""What ds-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore
+"""What dscore-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore
 checkpoint`` (torch-free).
 """
 

@@ -1,4 +1,4 @@
-"""The declaration and the config section of ds-checkpoint."""
+"""The declaration and the config section of dscore-checkpoint."""
 
 from __future__ import annotations
 

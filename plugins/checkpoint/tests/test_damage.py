@@ -97,7 +97,8 @@ def test_a_newer_format_says_so(ranks: Any, tmp_path: Path) -> None:
     manifest = tmp_path / "a" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"version": 3', '"version": 99', 1))
     assert (
-        "format version 99, this ds-core reads versions 1 to 3" in ranks(1, load, str(tmp_path))[0]
+        "format version 99, this dscore-train reads versions 1 to 3"
+        in ranks(1, load, str(tmp_path))[0]
     )
 
 

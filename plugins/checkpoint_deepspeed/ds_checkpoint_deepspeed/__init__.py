@@ -1,6 +1,6 @@
 """Moving checkpoints between DeepSpeed and ds_core.
 
-`import_checkpoint` makes a checkpoint of ds-checkpoint out of DeepSpeed's, of safetensors or of
+`import_checkpoint` makes a checkpoint of dscore-checkpoint out of DeepSpeed's, of safetensors or of
 torch state dicts. Nothing is unpickled: torch's weights-only loader reads tensors and plain values.
 `export_deepspeed` and `export_universal` write DeepSpeed's own forms. Names load on first use, so
 importing this package loads no torch.

@@ -1,4 +1,4 @@
-"""What ds-checkpoint-deepspeed declares: commands of ``dscore`` (torch-free)."""
+"""What dscore-checkpoint-deepspeed declares: commands of ``dscore`` (torch-free)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declaration of ds-cli: its commands and the local launcher (torch-free)."""
+"""The declaration of dscore-cli: its commands and the local launcher (torch-free)."""
 
 from __future__ import annotations
 

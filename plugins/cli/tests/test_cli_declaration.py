@@ -1,4 +1,4 @@
-"""The declaration of ds-cli."""
+"""The declaration of dscore-cli."""
 
 from __future__ import annotations
 

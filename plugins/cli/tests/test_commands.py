@@ -100,7 +100,7 @@ def test_a_launcher_comes_from_a_plugin_by_name(
         name.title(): LauncherEntry(f"made_launch:{name}") for name in ("start", "wrong", "data")
     }
     install("far", "ds-far", ds_launchers=lambda: entries)
-    install("cli", "ds-cli", ds_launchers=ds_launchers)
+    install("cli", "dscore-cli", ds_launchers=ds_launchers)
     script = tmp_path / "s.py"
     script.write_text("")
     words = [

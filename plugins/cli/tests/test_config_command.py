@@ -24,7 +24,7 @@ def test_config_check(tmp_path: Path) -> None:
     assert (
         "train_batch_size 8 = micro batch 2 x accumulation 2 x 2 data-parallel ranks" in done.output
     )
-    assert "csv_monitor: ds-monitor-csv" in done.output
+    assert "csv_monitor: dscore-monitor-csv" in done.output
     assert dscore("config", "check", str(file), "--world", "3").exit_code == 1
 
     file.write_text('{"fp16": {"enabld": true}, "gradient_clippin": 1}')
@@ -68,7 +68,7 @@ def test_config_schema_and_explain() -> None:
     assert {"train_batch_size", "fp16", "csv_monitor", "tensorboard"} <= set(schema["properties"])
     done = dscore("config", "explain", "csv_monitor.output_path")
     assert done.exit_code == 0
-    assert "owner:   ds-monitor-csv" in done.output
+    assert "owner:   dscore-monitor-csv" in done.output
     done = dscore("config", "explain", "fp16.los_scale")
     assert (done.exit_code, "did you mean 'fp16.loss_scale'" in done.output) == (1, True)
 

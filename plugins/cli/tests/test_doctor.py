@@ -40,7 +40,7 @@ def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:
     done = dscore("doctor", "--json")
     assert done.exit_code == 1
     faults = {row["part"]: row for row in json.loads(done.stdout) if row["level"] == "fault"}
-    assert "ds-cli and ds-one 1.0" in faults["command run"]["found"]
+    assert "dscore-cli and ds-one 1.0" in faults["command run"]["found"]
     assert "ds-one 1.0 and ds-two 1.0" in faults["command same"]["found"]
     assert "ZeroDivisionError" in faults["plugin cross"]["found"]
     assert "quarantined" in faults["plugin bad"]["found"]

@@ -72,4 +72,4 @@ def test_the_help_names_every_command_and_python_m_works() -> None:
         assert f"\n  {name} " in output
     from ds_core import __version__
 
-    assert dscore("--version").output == f"ds-core {__version__}\n"
+    assert dscore("--version").output == f"dscore-train {__version__}\n"

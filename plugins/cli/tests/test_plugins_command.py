@@ -85,7 +85,8 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
     done = dscore("plugins", "zet")
     assert done.exit_code == 2 and "did you mean 'zed'?" in done.output
     assert (
-        "served by ds-zero, which is not installed" in dscore("plugins", "zero_optimization").output
+        "served by dscore-zero, which is not installed"
+        in dscore("plugins", "zero_optimization").output
     )
 
 

@@ -99,17 +99,17 @@ def test_every_core_key_is_described() -> None:
     for key in iter_keys(CoreConfig):
         assert key.field.description, key.path
         found = explain(key.path, {})
-        assert found.owner == "ds-core"
+        assert found.owner == "dscore-train"
         assert found.type and found.default and found.description
 
 
 @pytest.mark.parametrize(
     ("key", "owner", "kind", "default", "words"),
     [
-        ("fp16.loss_scale", "ds-core", "a number >= 0", "0.0", "0 means dynamic"),
-        ("bfloat16.enabled", "ds-core", "true or false", "false", "bfloat16"),
-        ("bfloat16", "ds-core", "an object {...}", None, "Deprecated spelling"),
-        ("optimizer.params.lr", "ds-core", "an object {...}", "{}", "Keyword arguments"),
+        ("fp16.loss_scale", "dscore-train", "a number >= 0", "0.0", "0 means dynamic"),
+        ("bfloat16.enabled", "dscore-train", "true or false", "false", "bfloat16"),
+        ("bfloat16", "dscore-train", "an object {...}", None, "Deprecated spelling"),
+        ("optimizer.params.lr", "dscore-train", "an object {...}", "{}", "Keyword arguments"),
         (
             "amp.enabled",
             "no package",
@@ -139,14 +139,14 @@ def test_every_core_key_is_described() -> None:
         ),
         (
             "tensor_parallel.autotp_size",
-            "ds-tensor-parallel",
+            "dscore-tensor-parallel",
             "any value",
             "absent",
             "./plugins/tensor_parallel`",
         ),
         (
             "csv_monitor",
-            "ds-monitor-csv",
+            "dscore-monitor-csv",
             None,
             "absent",
             "pip install ./monitors/kit ./monitors/csv",

@@ -139,7 +139,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from ds_core import __version__
 
-        typer.echo(f"ds-core {__version__}")
+        typer.echo(f"dscore-train {__version__}")
         raise typer.Exit
 
 

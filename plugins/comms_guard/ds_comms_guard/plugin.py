@@ -1,4 +1,4 @@
-"""What ds-comms-guard offers to ds_core: the section ``comms_guard`` and its interceptor
+"""What dscore-comms-guard offers to ds_core: the section ``comms_guard`` and its interceptor
 (torch-free).
 
 It stands in both groups of entry points: as a backend it is asked for interceptors in every run.

@@ -1,4 +1,4 @@
-"""The declaration of ds-comms-guard: conformance, and a guard that comes with the config."""
+"""The declaration of dscore-comms-guard: conformance, and a guard that comes with the config."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ds_core.comm.interceptor import reset
 
 
 def use_guard(enabled: bool = True, patience: float | None = 0.4) -> None:
-    """What a run with this section does; collectives of ds-comm-gloo, unless others are in use."""
+    """What a run with this section does; collectives of dscore-comm-gloo, unless others are in use."""
     if not collectives._makers:
         comm.use_providers({("cpu", "gloo"): GlooCollectives})
     if (guard := guard_of_job(CommsGuard(enabled=enabled, patience=patience))) is not None:

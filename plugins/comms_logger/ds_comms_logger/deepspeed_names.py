@@ -1,5 +1,5 @@
 """``deepspeed.comm.comms_logger`` and the functions around it: DeepSpeed's spelling of
-ds-comms-logger's log.
+dscore-comms-logger's log.
 
 The log itself is the interceptor that the section ``comms_logger`` installs; what lives here reads
 it and switches it. It adds up the calls of one operation and size instead of keeping each: where

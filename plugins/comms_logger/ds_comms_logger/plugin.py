@@ -1,4 +1,4 @@
-"""What ds-comms-logger offers to ds_core: the section ``comms_logger`` and its interceptor
+"""What dscore-comms-logger offers to ds_core: the section ``comms_logger`` and its interceptor
 (torch-free).
 """
 

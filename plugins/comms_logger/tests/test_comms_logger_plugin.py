@@ -1,4 +1,4 @@
-"""The declaration of ds-comms-logger: conformance, rules of its section, and a log that comes with
+"""The declaration of dscore-comms-logger: conformance, rules of its section, and a log that comes with
 the config.
 """
 

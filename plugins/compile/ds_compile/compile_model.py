@@ -36,7 +36,7 @@ log = logging.getLogger("ds_compile")
 Backend = str | Callable[..., Any]
 Schedule = Iterable[tuple[int, Iterable["str | GraphPass"]]]
 
-COMPILED: StashKey[Compiled] = StashKey("ds-compile what is compiled")
+COMPILED: StashKey[Compiled] = StashKey("dscore-compile what is compiled")
 
 
 class CompiledCall:

@@ -1,4 +1,4 @@
-"""The hook of ds-compile (torch-free)."""
+"""The hook of dscore-compile (torch-free)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ log = logging.getLogger("ds_compile")
 
 GraphPass = Callable[["GraphModule", Sequence[Any]], "GraphModule"]
 
-REGISTERED: StashKey[dict[str, GraphPass]] = StashKey("ds-compile passes of the user's")
+REGISTERED: StashKey[dict[str, GraphPass]] = StashKey("dscore-compile passes of the user's")
 
 
 @dataclass(frozen=True)

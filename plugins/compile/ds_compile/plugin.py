@@ -1,4 +1,4 @@
-"""What ds-compile offers to ds_core: the section ``compile`` and the engine's ``compile``
+"""What dscore-compile offers to ds_core: the section ``compile`` and the engine's ``compile``
 (torch-free).
 
 It stands in both groups of entry points: as a backend it serves ``engine.compile()`` of every run.

@@ -272,7 +272,7 @@ def test_passes_of_zero_are_for_its_stages() -> None:
         ),
         (
             {"deepcompile": True, "passes": ["z3"]},
-            r"passes\[0\]: compile pass 'z3' is of ds-zero.*give its section",
+            r"passes\[0\]: compile pass 'z3' is of dscore-zero.*give its section",
         ),
         ({"offload_activation": True}, "cpu_checkpointing keeps activations in host memory"),
         ({"offload_opt_states": True}, "offload_optimizer keeps them there"),

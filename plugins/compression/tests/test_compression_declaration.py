@@ -1,4 +1,4 @@
-"""The declaration of ds-compression, its section, and what is wrong with one."""
+"""The declaration of dscore-compression, its section, and what is wrong with one."""
 
 from __future__ import annotations
 

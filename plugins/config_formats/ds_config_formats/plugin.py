@@ -1,4 +1,4 @@
-"""The declaration of ds-config-formats (torch-free)."""
+"""The declaration of dscore-config-formats (torch-free)."""
 
 from __future__ import annotations
 

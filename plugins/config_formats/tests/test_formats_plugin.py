@@ -1,4 +1,4 @@
-"""ds-config-formats against the kits."""
+"""dscore-config-formats against the kits."""
 
 from __future__ import annotations
 

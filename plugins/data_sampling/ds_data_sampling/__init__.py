@@ -1,3 +1,3 @@
-"""ds-data-sampling: which samples a ds_core run sees, in which order and in which batches, for all
+"""dscore-data-sampling: which samples a ds_core run sees, in which order and in which batches, for all
 ranks together.
 """

@@ -39,7 +39,7 @@ class Callbacks:
     loads: bool = False
 
 
-CALLBACKS: StashKey[Callbacks] = StashKey("functions for the loader of ds-data-sampling")
+CALLBACKS: StashKey[Callbacks] = StashKey("functions for the loader of dscore-data-sampling")
 
 
 def callbacks_of(ctx: Context) -> Callbacks:

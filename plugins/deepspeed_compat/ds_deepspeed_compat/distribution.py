@@ -11,10 +11,10 @@ from ds_deepspeed_compat.version import VERSION
 _TEXTS = {
     "METADATA": (
         f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n"
-        "Summary: DeepSpeed's names, served by ds_core (ds-deepspeed-compat)\n"
+        "Summary: DeepSpeed's names, served by ds_core (dscore-deepspeed-compat)\n"
     ),
     "top_level.txt": "deepspeed\n",
-    "INSTALLER": "ds-deepspeed-compat\n",
+    "INSTALLER": "dscore-deepspeed-compat\n",
 }
 
 

@@ -87,7 +87,7 @@ class Finder:
 
         parent, _, last = name.rpartition(".")
         if last == "__main__" and parent in modules() and "main" in names_of(parent):
-            return importlib.machinery.ModuleSpec(name, self, origin="ds-deepspeed-compat")  # type: ignore[arg-type]
+            return importlib.machinery.ModuleSpec(name, self, origin="dscore-deepspeed-compat")  # type: ignore[arg-type]
         if name not in modules():
             # `from deepspeed.x import y` asks for a module of this name when there is no attribute.
             # What is raised here is the ImportError that the user reads; None would give one
@@ -98,7 +98,7 @@ class Finder:
         return importlib.machinery.ModuleSpec(
             name,
             self,  # type: ignore[arg-type]
-            origin="ds-deepspeed-compat",
+            origin="dscore-deepspeed-compat",
             is_package=True,
         )
 
@@ -126,7 +126,7 @@ class Finder:
         log = logging.getLogger("ds_core")
         if (real := displaced()) is None:
             log.info(
-                "`import deepspeed` gives ds_core: ds-deepspeed-compat is installed, and no "
+                "`import deepspeed` gives ds_core: dscore-deepspeed-compat is installed, and no "
                 "DeepSpeed is"
             )
         else:

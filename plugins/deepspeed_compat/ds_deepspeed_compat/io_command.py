@@ -1,5 +1,5 @@
 """``ds_io``: how fast folders are written and read through the handle that programs use (of
-ds-nvme).
+dscore-nvme).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         speeds = measured(given, folders)
     except ModuleNotFoundError as error:
-        sys.exit(f"ds_io: {error}; it measures what ds-nvme does: pip install ds-nvme")
+        sys.exit(f"ds_io: {error}; it measures what dscore-nvme does: pip install dscore-nvme")
     except OSError as error:
         sys.exit(f"ds_io: {error}")
     what = "read" if given.read else "write"

@@ -55,7 +55,8 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     engine = engine_of()
     with pytest.raises(
-        AttributeError, match="an attribute 'deepspeed_io': .* by ds-deepspeed-compat.*pip install"
+        AttributeError,
+        match="an attribute 'deepspeed_io': .* by dscore-deepspeed-compat.*pip install",
     ):
         _ = engine.deepspeed_io
     assert not hasattr(engine, "nobody_has_this")

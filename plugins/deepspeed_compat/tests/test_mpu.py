@@ -229,10 +229,11 @@ def test_a_unit_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     said = refused(SimpleNamespace())
     assert (
-        "makes a mesh of mpu, a SimpleNamespace: " in said and "(ds-deepspeed-compat 0.1.0" in said
+        "makes a mesh of mpu, a SimpleNamespace: " in said
+        and "(dscore-deepspeed-compat 0.1.0" in said
     )
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: ())
     assert (
-        "'ds_mesh' is served by ds-deepspeed-compat, which is not installed; install it with `pip "
+        "'ds_mesh' is served by dscore-deepspeed-compat, which is not installed; install it with `pip "
         "install" in refused(_Getters(dp_rank=0))
     )

@@ -99,7 +99,7 @@ def test_a_package_that_is_not_installed_is_named_when_it_is_used(
         importlib.util, "find_spec", lambda name: None if name == "ds_pipeline" else find(name)
     )
     with pytest.raises(
-        ImportError, match=r"served by ds-pipeline, which is not installed: .*pip install"
+        ImportError, match=r"served by dscore-pipeline, which is not installed: .*pip install"
     ):
         from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
 

@@ -213,7 +213,7 @@ def _parsed(given: Any) -> Elasticity:
         from ds_core.config.translate import translate_errors
 
         problems = translate_errors(
-            error, Elasticity, "elasticity", owner="ds-elasticity", data=given
+            error, Elasticity, "elasticity", owner="dscore-elasticity", data=given
         )
         raise ElasticityConfigError(problems) from None
 

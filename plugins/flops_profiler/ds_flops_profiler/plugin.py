@@ -1,4 +1,4 @@
-"""What ds-flops-profiler offers to ds_core: the section ``flops_profiler``, and its observers
+"""What dscore-flops-profiler offers to ds_core: the section ``flops_profiler``, and its observers
 (torch-free).
 """
 

@@ -1,4 +1,4 @@
-"""Inference: trained models answer, through programs of ds-inference-kit where their family is
+"""Inference: trained models answer, through programs of dscore-inference-kit where their family is
 known.
 
 Names load on first use, so that this package loads no torch when imported.

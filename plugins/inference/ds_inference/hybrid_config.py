@@ -8,7 +8,9 @@ from ds_core.config import Section, option
 class HybridEngine(Section):
     """``engine.generate`` between training steps, with the weights as they are then."""
 
-    enabled: bool = option(False, "Give the engine `generate`, by the programs of ds-inference.")
+    enabled: bool = option(
+        False, "Give the engine `generate`, by the programs of dscore-inference."
+    )
     max_out_tokens: int = option(512, "The most tokens of a prompt and its answer together.", ge=1)
     inference_tp_size: int = option(
         1,

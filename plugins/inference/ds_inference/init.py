@@ -62,7 +62,7 @@ def make_config(config: Any = None, **kwargs: Any) -> DeepSpeedInferenceConfig:
         parsed = DeepSpeedInferenceConfig.model_validate(merged)
     except ValidationError as error:
         problems = translate_errors(
-            error, DeepSpeedInferenceConfig, owner="ds-inference", data=merged
+            error, DeepSpeedInferenceConfig, owner="dscore-inference", data=merged
         )
         raise ConfigError(problems, origin) from error
     # The values of injection_policy are by class, which the notes could not show as JSON.

@@ -1,4 +1,4 @@
-"""The sections of ds-inference (torch-free).
+"""The sections of dscore-inference (torch-free).
 
 ``hybrid_engine``: one engine that trains and generates in turn. ``weight_quantization``: weights of
 linear layers in 8 or 4 bits, for inference. ``inference``: the config of `init_inference`, so that

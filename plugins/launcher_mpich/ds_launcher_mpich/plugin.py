@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-mpich (torch-free)."""
+"""The declaration of dscore-launcher-mpich (torch-free)."""
 
 from __future__ import annotations
 

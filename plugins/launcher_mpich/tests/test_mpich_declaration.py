@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-mpich."""
+"""The declaration of dscore-launcher-mpich."""
 
 from __future__ import annotations
 

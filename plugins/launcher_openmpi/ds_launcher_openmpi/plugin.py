@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-openmpi (torch-free)."""
+"""The declaration of dscore-launcher-openmpi (torch-free)."""
 
 from __future__ import annotations
 

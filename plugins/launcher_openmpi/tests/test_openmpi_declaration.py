@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-openmpi."""
+"""The declaration of dscore-launcher-openmpi."""
 
 from __future__ import annotations
 

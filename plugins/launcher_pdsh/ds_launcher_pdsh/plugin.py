@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-pdsh (torch-free)."""
+"""The declaration of dscore-launcher-pdsh (torch-free)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-pdsh."""
+"""The declaration of dscore-launcher-pdsh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-ray (torch-free, and without ray)."""
+"""The declaration of dscore-launcher-ray (torch-free, and without ray)."""
 
 from __future__ import annotations
 

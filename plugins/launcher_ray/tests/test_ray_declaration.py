@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-ray."""
+"""The declaration of dscore-launcher-ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ds-launcher-ray passes the conformance kit on a real cluster; what it asks of larger ones."""
+"""dscore-launcher-ray passes the conformance kit on a real cluster; what it asks of larger ones."""
 
 from __future__ import annotations
 

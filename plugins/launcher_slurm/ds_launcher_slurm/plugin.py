@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-slurm (torch-free)."""
+"""The declaration of dscore-launcher-slurm (torch-free)."""
 
 from __future__ import annotations
 

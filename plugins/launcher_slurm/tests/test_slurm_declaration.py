@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-slurm."""
+"""The declaration of dscore-launcher-slurm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-ssh (torch-free)."""
+"""The declaration of dscore-launcher-ssh (torch-free)."""
 
 from __future__ import annotations
 

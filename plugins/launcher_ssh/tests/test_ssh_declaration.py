@@ -1,4 +1,4 @@
-"""The declaration of ds-launcher-ssh."""
+"""The declaration of dscore-launcher-ssh."""
 
 from __future__ import annotations
 

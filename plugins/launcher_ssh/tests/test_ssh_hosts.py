@@ -1,4 +1,4 @@
-"""ds-launcher-ssh on hosts with real ssh servers."""
+"""dscore-launcher-ssh on hosts with real ssh servers."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ExpertParallelConfig(Section):
     disable_triton_grouped_mm: bool = option(
         False,
         "Never a Triton kernel.",
-        without_effect="ds-moe has no Triton kernel, so none is ever taken",
+        without_effect="dscore-moe has no Triton kernel, so none is ever taken",
     )
     moe_layer_pattern: str | None = option(
         None, "Regular expression that matches the full name of a MoE block."

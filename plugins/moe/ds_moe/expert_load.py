@@ -50,10 +50,10 @@ class ExpertLoad:
         self.totals = new if self.totals is None else self.totals + new
 
 
-EXPERT_LOADS: StashKey[dict[str, ExpertLoad]] = StashKey("ds-moe loads")
+EXPERT_LOADS: StashKey[dict[str, ExpertLoad]] = StashKey("dscore-moe loads")
 """Per MoE layer of this rank, by its name; a transform that makes layers adds theirs."""
 
-_LAYOUT: StashKey[dict[str, int]] = StashKey("ds-moe layout")
+_LAYOUT: StashKey[dict[str, int]] = StashKey("dscore-moe layout")
 
 
 def stop_counting(ctx: Context) -> None:

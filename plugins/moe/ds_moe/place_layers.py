@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ds_core.mesh import Mesh
 
 EXPERT_PARALLEL: StashKey[Collection[str]] = StashKey(
-    "ds-moe expert-parallel parameters and buffers"
+    "dscore-moe expert-parallel parameters and buffers"
 )
 """Names of parameters and buffers that exist on some ranks along ``ep`` only, because they are
 named by expert. Stacked experts, of which each rank has a slice (`ds_run_state.slices`), are not
 listed."""
 
-TENSOR_PARALLEL: StashKey[set[str]] = StashKey("ds-moe tensor-parallel experts")
+TENSOR_PARALLEL: StashKey[set[str]] = StashKey("dscore-moe tensor-parallel experts")
 """Names of expert parameters and buffers that are sharded over ``tp`` too, in a way that is not
 declared.
 """

@@ -341,7 +341,7 @@ def other_ways() -> list[str]:
     ]
     muon = settings(2, 0) | {"optimizer": {"type": "torch.optim.Muon", "params": {"lr": 0.01}}}
     said.append(attempt(muon))
-    # That of ds-optimizers collects whole matrices from all ranks.
+    # That of dscore-optimizers collects whole matrices from all ranks.
     muon["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
     muon["plugins"]["load"].append("ds_optimizers.plugin")
     said.append(attempt(muon))
@@ -460,7 +460,8 @@ def test_presets_of_plugins_are_found_and_clashes_name_both(
     assert presets.find("own") is PRESET and "own" in presets.names()
     assert presets.for_model_type(["own"]) is PRESET  # the clash is none of its business
     with pytest.raises(
-        PluginError, match=r"'qwen3_moe' is offered by my-moe \(autoep_models:PRESET\) and ds-moe"
+        PluginError,
+        match=r"'qwen3_moe' is offered by my-moe \(autoep_models:PRESET\) and dscore-moe",
     ):
         presets.find("qwen3_moe")
     monkeypatch.setenv("DS_PLUGINS_DISABLE_AUTOLOAD", "1")

@@ -1,4 +1,4 @@
-"""The declaration of ds-moe."""
+"""The declaration of dscore-moe."""
 
 from __future__ import annotations
 

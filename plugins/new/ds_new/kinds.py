@@ -18,7 +18,7 @@ class Kind:
     title: str
     """Of its part in docs/plugins.md."""
     needs: tuple[str, ...] = ()
-    """Distributions besides ds-core; ours have no bound here."""
+    """Distributions besides dscore-train; ours have no bound here."""
     test_needs: tuple[str, ...] = ()
     """The same, for its tests."""
 
@@ -40,7 +40,7 @@ KINDS: dict[str, Kind] = {
         ("ds_monitors",),
         True,
         "A monitor",
-        needs=("ds-monitor-kit",),
+        needs=("dscore-monitor-kit",),
     ),
     "interceptor": Kind(
         "called around every collective", ("ds_interceptors",), True, "An interceptor"
@@ -74,36 +74,36 @@ KINDS: dict[str, Kind] = {
         ("ds_transforms",),
         True,
         "A transform",
-        needs=("ds-run-state",),
+        needs=("dscore-run-state",),
     ),
     "divided-layers": Kind(
         "divides layers among ranks",
         ("ds_mesh_axes", "ds_param_axes", "ds_transforms"),
         True,
         "Layers that are divided among ranks",
-        needs=("ds-comm-autograd", "ds-run-state"),
-        test_needs=("ds-checkpoint",),
+        needs=("dscore-comm-autograd", "dscore-run-state"),
+        test_needs=("dscore-checkpoint",),
     ),
     "partitioner": Kind(
         "how model states lie over ranks",
         ("ds_partitioner",),
         True,
         "A partitioner",
-        needs=("ds-run-state",),
+        needs=("dscore-run-state",),
     ),
     "checkpointer": Kind(
         "saves and loads checkpoints",
         ("ds_checkpointer",),
         True,
         "A checkpointer",
-        needs=("ds-checkpoint", "ds-run-state"),
+        needs=("dscore-checkpoint", "dscore-run-state"),
     ),
     "state-store": Kind(
         "where offloaded states are kept",
         ("ds_state_stores",),
         False,
         "A state store",
-        needs=("ds-state-stores",),
+        needs=("dscore-state-stores",),
     ),
     "runner": Kind("runs the micro-batches of a step", ("ds_runner",), True, "A runner"),
     "loader": Kind("turns a dataset into batches", ("ds_loader",), True, "A loader"),
@@ -117,24 +117,28 @@ KINDS: dict[str, Kind] = {
         ("ds_launchers",),
         False,
         "A launcher",
-        needs=("ds-cli",),
+        needs=("dscore-cli",),
     ),
     "command": Kind(
-        "a command of dscore", ("ds_commands",), False, "A command", needs=("ds-cli", "typer>=0.12")
+        "a command of dscore",
+        ("ds_commands",),
+        False,
+        "A command",
+        needs=("dscore-cli", "typer>=0.12"),
     ),
     "compile-pass": Kind(
         "changes the graphs of torch.compile",
         ("ds_compile_passes",),
         False,
         "A pass over compiled graphs",
-        needs=("ds-compile",),
+        needs=("dscore-compile",),
     ),
     "pipeline-schedule": Kind(
         "the order of work in a pipeline",
         ("ds_pipeline_schedules",),
         False,
         "A pipeline schedule",
-        needs=("ds-pipeline",),
+        needs=("dscore-pipeline",),
     ),
     "check": Kind("rules that span a config's sections", ("ds_check",), True, "A check"),
     "chart": Kind("what dscore plan shows of a config", ("ds_charts",), True, "A chart"),

@@ -1,4 +1,4 @@
-"""The declaration of ds-new: ``dscore new`` (torch-free)."""
+"""The declaration of dscore-new: ``dscore new`` (torch-free)."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def _variables(kind: str, names: Names) -> dict[str, Any]:
         "contract": ds_core.contract,
         "description": f"{names.name}: {meaning}",
         "group": "ds_core.plugins" if about.section else "ds_core.backends",
-        "dependencies": _ours("ds-core", *about.needs),
-        "test_dependencies": [*_ours("ds-testing", *about.test_needs), *TOOLS],
+        "dependencies": _ours("dscore-train", *about.needs),
+        "test_dependencies": [*_ours("dscore-testing", *about.test_needs), *TOOLS],
         "anchor": re.sub(r"[^a-z0-9 -]", "", about.title.lower()).replace(" ", "-"),
     }
 

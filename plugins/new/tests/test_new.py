@@ -112,7 +112,7 @@ def test_its_tests_pass(
         ("json", "Python's standard library"),
         ("torch", "a package 'torch' can be imported"),
         ("fp16", "a key of the core's config"),
-        ("ds-zero", "ds-zero 0.1.0 is installed"),
+        ("dscore-zero", "dscore-zero 0.1.0 is installed"),
         ("Zero.Optimization", "the plugin 'zero_optimization'"),
         ("nebula", "a section of ds_core's documents"),
     ],
@@ -128,10 +128,10 @@ def test_a_name_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("name", "kind", "whose"),
     [
-        ("adam", "optimizer", "ds-optimizers"),
+        ("adam", "optimizer", "dscore-optimizers"),
         ("one-cycle", "scheduler", "ds-schedulers"),
-        ("slurm", "launcher", "ds-cli"),
-        ("z3", "compile-pass", "ds-zero"),
+        ("slurm", "launcher", "dscore-cli"),
+        ("z3", "compile-pass", "dscore-zero"),
     ],
 )
 def test_what_is_chosen_by_name_needs_a_free_one(

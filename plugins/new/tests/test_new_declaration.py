@@ -1,4 +1,4 @@
-"""The declaration of ds-new."""
+"""The declaration of dscore-new."""
 
 from __future__ import annotations
 

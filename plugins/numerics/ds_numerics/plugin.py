@@ -1,4 +1,4 @@
-"""What ds-numerics offers: the section ``numerics`` (torch-free)."""
+"""What dscore-numerics offers: the section ``numerics`` (torch-free)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a small model, with and without replays and planted faults, for the tests of ds-numerics."""
+"""Runs of a small model, with and without replays and planted faults, for the tests of dscore-numerics."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Lines(logging.Handler):
 
 
 def lines_of_numerics() -> _Lines:
-    """What ds-numerics logs from now on."""
+    """What dscore-numerics logs from now on."""
     handler = _Lines()
     logger = logging.getLogger("ds_numerics")
     for other in [h for h in logger.handlers if isinstance(h, _Lines)]:

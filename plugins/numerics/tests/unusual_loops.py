@@ -1,4 +1,4 @@
-"""Loops with more in a step than its micro-batches, for the tests of ds-numerics."""
+"""Loops with more in a step than its micro-batches, for the tests of dscore-numerics."""
 
 from __future__ import annotations
 

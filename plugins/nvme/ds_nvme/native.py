@@ -24,7 +24,7 @@ KINDS = ("io_uring", "kernel aio", "threads")
 """The engines, best first."""
 
 EXTENSION = Extension(
-    name="ds-nvme",
+    name="dscore-nvme",
     module="_ds_nvme",
     folder=_FOLDER,
     units=(Unit("module.cpp"), Unit("engine.cpp"), Unit("uring.cpp"), Unit("others.cpp")),

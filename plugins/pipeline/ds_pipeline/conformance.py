@@ -1,6 +1,6 @@
 """The conformance kit of pipeline schedules: the hook `ds_pipeline_schedules`.
 
-It needs ds-testing.
+It needs dscore-testing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PipelineScheduleConformance:
 
         load = [self.plugin] if self.plugin else []
         found = find_schedule(self.name, Plugins(PluginSettings(load=load)))
-        assert found is not None, f"{self.name!r} is ds-pipeline's own; choose another name"
+        assert found is not None, f"{self.name!r} is dscore-pipeline's own; choose another name"
         return found
 
     def test_every_shape_is_proven(self) -> None:

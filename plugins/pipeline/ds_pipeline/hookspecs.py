@@ -1,4 +1,4 @@
-"""The hook of ds-pipeline (torch-free)."""
+"""The hook of dscore-pipeline (torch-free)."""
 
 from __future__ import annotations
 

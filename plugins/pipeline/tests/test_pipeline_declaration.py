@@ -1,4 +1,4 @@
-"""The declaration of ds-pipeline."""
+"""The declaration of dscore-pipeline."""
 
 from __future__ import annotations
 

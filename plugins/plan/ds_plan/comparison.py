@@ -1,6 +1,6 @@
 """A plan beside what a run held, and why they differ (torch-free).
 
-The run wrote ``rank0.json`` and so on (section ``memory_snapshot`` of ds-step-log): bytes by kind
+The run wrote ``rank0.json`` and so on (section ``memory_snapshot`` of dscore-step-log): bytes by kind
 between backward and step, and the peak of each phase.
 """
 

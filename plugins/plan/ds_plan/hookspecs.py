@@ -1,4 +1,4 @@
-"""The hook of ds-plan (torch-free)."""
+"""The hook of dscore-plan (torch-free)."""
 
 from __future__ import annotations
 

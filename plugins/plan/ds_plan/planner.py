@@ -69,7 +69,7 @@ def make_planners(source: ConfigSource) -> list[Planner]:
         planners.append(make(source.raw))
     if not planners:
         raise UsageError(
-            "no plugin predicts memory (hook ds_planners); install ds-zero, or enable it"
+            "no plugin predicts memory (hook ds_planners); install dscore-zero, or enable it"
             f"{plugins.quarantined()}"
         )
     return planners

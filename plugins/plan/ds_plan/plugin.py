@@ -1,4 +1,4 @@
-"""What ds-plan offers: the command ``dscore plan`` (torch-free)."""
+"""What dscore-plan offers: the command ``dscore plan`` (torch-free)."""
 
 from __future__ import annotations
 

@@ -65,15 +65,15 @@ def test_a_planner_adds_its_rows_and_leaves_keys_out() -> None:
     assert done.exit_code == 0, done.stderr
     rows = json.loads(done.stdout)["choices"]
     assert [row["device_peak"] for row in rows if row["stage"] == 7] == [2_000_000]
-    # ds-zero's rows are there where it is installed; this package alone has no planner.
+    # dscore-zero's rows are there where it is installed; this package alone has no planner.
     zero = {0, 1, 2, 3} if importlib.util.find_spec("ds_zero") else set()
     assert {row["stage"] for row in rows} == {7, *zero}
 
 
 def test_without_a_planner_the_error_says_what_to_install() -> None:
-    done = plan({"plugins": {"disable": ["ds-zero"]}})
+    done = plan({"plugins": {"disable": ["dscore-zero"]}})
     assert done.exit_code == 1
-    assert "no plugin predicts memory (hook ds_planners); install ds-zero" in done.stderr
+    assert "no plugin predicts memory (hook ds_planners); install dscore-zero" in done.stderr
 
 
 def test_a_planner_that_cannot_be_loaded_is_named() -> None:

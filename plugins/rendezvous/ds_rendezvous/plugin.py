@@ -1,4 +1,4 @@
-"""What ds-rendezvous offers to ds_core (torch-free)."""
+"""What dscore-rendezvous offers to ds_core (torch-free)."""
 
 from __future__ import annotations
 

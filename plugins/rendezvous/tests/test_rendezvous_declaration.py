@@ -1,4 +1,4 @@
-"""The declaration of ds-rendezvous."""
+"""The declaration of dscore-rendezvous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ds-report offers to ds_core: section ``run_record`` (torch-free)."""
+"""What dscore-report offers to ds_core: section ``run_record`` (torch-free)."""
 
 from __future__ import annotations
 

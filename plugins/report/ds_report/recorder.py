@@ -86,7 +86,7 @@ class Recorder:
         self._write()
         device = accelerator.current_index()
         self._thread = threading.Thread(
-            target=self._run, args=(device,), name="ds-report", daemon=True
+            target=self._run, args=(device,), name="dscore-report", daemon=True
         )
         self._thread.start()
         atexit.register(self.end, "ended")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ds_reproducibility")
 
-BOOK: StashKey[Book] = StashKey("ds-reproducibility forwards")
+BOOK: StashKey[Book] = StashKey("dscore-reproducibility forwards")
 """Of the engine."""
 
 

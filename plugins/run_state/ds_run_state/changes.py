@@ -179,7 +179,7 @@ class _Module:
         yield from _differences(lambda: vars(self.module), self.attributes)
         for name, entries in self.entries.items():
             if isinstance(vars(self.module).get(name), dict):
-                # Asked again when it is changed back: others, such as ds-zero, may put another dict
+                # Asked again when it is changed back: others, such as dscore-zero, may put another dict
                 # there meanwhile.
                 yield from _differences(lambda name=name: vars(self.module)[name], entries)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""The hook of ds-run-state (torch-free)."""
+"""The hook of dscore-run-state (torch-free)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from ds_sequence_parallel.hf import ShardedModel, argument_names, root_model
 if TYPE_CHECKING:
     from ds_core.context import Context
 
-SHARDED: StashKey[ShardedModel] = StashKey("ds-sequence-parallel transformers model")
+SHARDED: StashKey[ShardedModel] = StashKey("dscore-sequence-parallel transformers model")
 log = logging.getLogger("ds_core")
 
 

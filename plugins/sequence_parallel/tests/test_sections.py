@@ -1,4 +1,4 @@
-"""The three sections of ds-sequence-parallel: their sizes agree, and the mesh follows."""
+"""The three sections of dscore-sequence-parallel: their sizes agree, and the mesh follows."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def losses_weights_gathers(kind: str, sections: dict[str, Any], stage: int) -> A
         clip=0.5,
         optimizer={"type": "AdamW", "params": {"lr": 0.01}},
         zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
-        plugins={"require": ["ds-sequence-parallel"]},
+        plugins={"require": ["dscore-sequence-parallel"]},
         **sections,
     )
     losses = []

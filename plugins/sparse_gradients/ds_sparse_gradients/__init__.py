@@ -1,4 +1,4 @@
-"""ds-sparse-gradients: gradients of embeddings are reduced row by row, only the rows that a batch
+"""dscore-sparse-gradients: gradients of embeddings are reduced row by row, only the rows that a batch
 has used.
 """
 

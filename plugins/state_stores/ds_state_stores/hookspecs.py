@@ -1,4 +1,4 @@
-"""The hook of ds-state-stores (torch-free)."""
+"""The hook of dscore-state-stores (torch-free)."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_store_that_nobody_offers_is_named() -> None:
     assert check_store(offers, "cpu", "a.device") is None
     nvme = check_store(offers, "nvme", "a.device")
     assert nvme is None or str(nvme).startswith(
-        "a.device: state store 'nvme' is served by ds-nvme, which is not inst"
+        "a.device: state store 'nvme' is served by dscore-nvme, which is not inst"
     )
     assert "did you mean 'cpu'?" in str(check_store(offers, "cpuu", "a.device"))
     assert "installed: cpu, none" in str(check_store(offers, "zzz", "a.device"))

@@ -1,4 +1,4 @@
-"""The declaration of ds-state-stores."""
+"""The declaration of dscore-state-stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ds-step-log: progress lines, times of phases and steps, and memory of a ds_core run."""
+"""dscore-step-log: progress lines, times of phases and steps, and memory of a ds_core run."""
 
 from ds_core import names_on_first_use
 

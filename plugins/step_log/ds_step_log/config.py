@@ -1,4 +1,4 @@
-"""The models of the top-level keys of ds-step-log."""
+"""The models of the top-level keys of dscore-step-log."""
 
 from __future__ import annotations
 

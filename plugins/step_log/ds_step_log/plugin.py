@@ -1,4 +1,4 @@
-"""What ds-step-log offers: six keys of the config, any of which starts the log of steps
+"""What dscore-step-log offers: six keys of the config, any of which starts the log of steps
 (torch-free).
 """
 

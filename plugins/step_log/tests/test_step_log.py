@@ -1,4 +1,4 @@
-"""The keys of ds-step-log: what is logged and when, what monitors get, and what is refused."""
+"""The keys of dscore-step-log: what is logged and when, what monitors get, and what is refused."""
 
 from __future__ import annotations
 

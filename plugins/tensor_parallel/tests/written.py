@@ -1,4 +1,4 @@
-"""A model written with ds-tensor-parallel's layers, whose lengths do not divide evenly."""
+"""A model written with dscore-tensor-parallel's layers, whose lengths do not divide evenly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ds-testing offers to ds_core: ``dscore plugins grade`` (torch-free)."""
+"""What dscore-testing offers to ds_core: ``dscore plugins grade`` (torch-free)."""
 
 from __future__ import annotations
 

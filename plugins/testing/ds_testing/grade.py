@@ -193,8 +193,8 @@ def _metadata(subject: Subject) -> None:
 
 def _bounds(subject: Subject) -> None:
     required = [r for r in subject.metadata.get_all("Requires-Dist") or () if "extra ==" not in r]
-    core = next((r for r in required if re.match(r"ds[-_]core\b", r)), None)
-    assert core is not None, "it does not require ds-core"
+    core = next((r for r in required if re.match(r"dscore[-_]train\b", r)), None)
+    assert core is not None, "it does not require dscore-train"
     assert ">=" in core and "<" in core.replace("<=", "<"), f"{core!r} has no lower and upper bound"
     open_ended = [r for r in required if not re.search(r"[>=~]=", r)]
     assert not open_ended, f"no lower bound for {', '.join(open_ended)}"

@@ -18,7 +18,7 @@ METADATA = (
     "License-Expression: Apache-2.0",
     "Requires-Python: >=3.10",
     "Summary: a plugin",
-    "Requires-Dist: ds-core>=0.1,<0.2",
+    "Requires-Dist: dscore-train>=0.1,<0.2",
 )
 
 

@@ -1,5 +1,5 @@
 """The conformance kit for launchers that start on several hosts: subclass `HostsConformance`; needs
-a lab and ds-cli.
+a lab and dscore-cli.
 
 Real hosts, real programs: each check runs ``dscore run`` on the head of a `Lab`. Mark the subclass
 `hosts`.

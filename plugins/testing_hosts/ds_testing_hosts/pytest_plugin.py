@@ -1,4 +1,4 @@
-"""The fixture `lab`, for every pytest run of an environment with ds-testing-hosts.
+"""The fixture `lab`, for every pytest run of an environment with dscore-testing-hosts.
 
 Every such run imports this module, so it imports nothing but pytest.
 """

@@ -118,13 +118,13 @@ class _Seen:
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Read one rank's file. Raises UsageError if it holds no steps, or is no trace of ds-trace."""
+    """Read one rank's file. Raises UsageError if it holds no steps, or is no trace of dscore-trace."""
     seen = _Seen()
     for event in read_trace(path, seen.head.__setitem__):
         seen.take(event)
     about = seen.head.get("ds_core")
     if not isinstance(about, dict) or not {"rank", "world"} <= about.keys():
-        raise UsageError(f"{path}: was not written by the section torch_profiler of ds-trace")
+        raise UsageError(f"{path}: was not written by the section torch_profiler of dscore-trace")
     # The profiler may write a step that was cut off by the run's end.
     whole = sorted(seen.steps)[: int(about.get("steps", len(seen.steps)))]
     if not whole:

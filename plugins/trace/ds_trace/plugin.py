@@ -1,4 +1,4 @@
-"""What ds-trace offers: the section ``torch_profiler``, what it listens to, and ``dscore trace``
+"""What dscore-trace offers: the section ``torch_profiler``, what it listens to, and ``dscore trace``
 (torch-free).
 """
 

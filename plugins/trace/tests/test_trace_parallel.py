@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import ds_pipeline  # noqa: F401  what the runs need, beside what ds-trace declares
+import ds_pipeline  # noqa: F401  what the runs need, beside what dscore-trace declares
 import ds_zero  # noqa: F401
 import pytest
 from ds_command_kit.app import make_app

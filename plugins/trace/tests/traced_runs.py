@@ -1,4 +1,4 @@
-"""Runs with planted faults, for the tests of ds-trace; called on the ranks of a pool."""
+"""Runs with planted faults, for the tests of dscore-trace; called on the ranks of a pool."""
 
 from __future__ import annotations
 

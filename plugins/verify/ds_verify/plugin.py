@@ -1,4 +1,4 @@
-"""What ds-verify offers: the command ``dscore verify``, and the recorder of a run (torch-free)."""
+"""What dscore-verify offers: the command ``dscore verify``, and the recorder of a run (torch-free)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ds_moe  # noqa: F401  what the runs need, beside what ds-verify declares
+import ds_moe  # noqa: F401  what the runs need, beside what dscore-verify declares
 import ds_pipeline  # noqa: F401
 import ds_sequence_parallel  # noqa: F401
 import ds_zero  # noqa: F401

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ds_zero  # noqa: F401  what the runs need, beside what ds-verify declares
+import ds_zero  # noqa: F401  what the runs need, beside what dscore-verify declares
 import pytest
 import torch
 from ds_command_kit.app import make_app

@@ -1,4 +1,4 @@
-"""Runs of small models, recorded and replayed, for the tests of ds-verify."""
+"""Runs of small models, recorded and replayed, for the tests of dscore-verify."""
 
 from __future__ import annotations
 

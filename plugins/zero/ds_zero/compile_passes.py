@@ -1,4 +1,4 @@
-"""The compile passes ``z1`` and ``z3``: ds-compile compiles block by block, and ZeRO works between
+"""The compile passes ``z1`` and ``z3``: dscore-compile compiles block by block, and ZeRO works between
 the blocks.
 
 Gradients are reduced while the backward of the next block runs, and weights are gathered ahead of

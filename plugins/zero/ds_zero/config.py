@@ -420,6 +420,6 @@ class ForceOwnOptimizer(RootModel[bool]):
 def switch(
     config: RunConfig, key: type[AllowUntestedOptimizer | ForceOwnOptimizer], default: bool
 ) -> bool:
-    """The value of a top-level key that is a switch of ds-zero's."""
+    """The value of a top-level key that is a switch of dscore-zero's."""
     section = config.section(key)
     return default if section is None else section.root

@@ -1,4 +1,4 @@
-"""What ds-zero offers to ds_core: section ``zero_optimization``, its partitioner, its plans
+"""What dscore-zero offers to ds_core: section ``zero_optimization``, its partitioner, its plans
 (torch-free).
 """
 

@@ -272,7 +272,7 @@ class Stage3(ZeroPartitioner):
             )
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
-        """What runs now, for messages of the package ds-comms-guard; called by another thread."""
+        """What runs now, for messages of the package dscore-comms-guard; called by another thread."""
         return self.hooks.activity()
 
     def release_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""`ds_memory` of ds-zero: what tools are told is the plan of the config's own stage and offload."""
+"""`ds_memory` of dscore-zero: what tools are told is the plan of the config's own stage and offload."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_the_long_names_of_stage_3(name: str) -> None:
 
 def notes(section: Any) -> list[str]:
     """The notes on a section, as `dscore config check` prints them; nothing else warns."""
-    models: Any = {"zero_optimization": (ZeroConfig, "ds-zero")}
+    models: Any = {"zero_optimization": (ZeroConfig, "dscore-zero")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [str(note) for note in build_config({"zero_optimization": section}, models).notes]

@@ -81,7 +81,7 @@ def trained(stage: int, how: str, config: dict[str, Any]) -> tuple[Any, str]:
         gas=2,
         optimizer={"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
         # whose last bits are their own
-        plugins={"disable": ["ds-optimizers", "ds-ops-cpu"]},
+        plugins={"disable": ["dscore-optimizers", "dscore-ops-cpu"]},
         zero_optimization={"stage": stage, "reduce_bucket_size": 40},
         **config,
     )

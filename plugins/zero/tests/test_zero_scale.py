@@ -210,7 +210,7 @@ def pretend(name: str, stage: int, world: int, rank: int) -> dict[str, int]:
                 "bf16": {"enabled": True},
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
                 # fake tensors have no memory
-                "plugins": {"disable": ["ds-optimizers", "ds-ops-cpu"]},
+                "plugins": {"disable": ["dscore-optimizers", "dscore-ops-cpu"]},
                 "zero_optimization": {"stage": stage},
             },
         )

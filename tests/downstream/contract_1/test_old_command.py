@@ -19,4 +19,4 @@ class TestCommand(CommandConformance):
         file = tmp_path / "config.json"
         file.write_text('{"fp16": {}}')
         done = self.run("old-command", str(file), "--json")
-        assert json.loads(done.stdout) == {"fp16": "ds-core, or nobody"}
+        assert json.loads(done.stdout) == {"fp16": "dscore-train, or nobody"}

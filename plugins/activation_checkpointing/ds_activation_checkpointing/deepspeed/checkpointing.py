@@ -197,7 +197,7 @@ def _parse(values: Mapping[str, Any]) -> ActivationCheckpointingConfig:
         from ds_core.config.translate import translate_errors
 
         path = "activation_checkpointing"
-        owner = "ds-activation-checkpointing"
+        owner = "dscore-activation-checkpointing"
         raise ConfigError(
             translate_errors(error, ActivationCheckpointingConfig, path, owner=owner, data=values)
         ) from None

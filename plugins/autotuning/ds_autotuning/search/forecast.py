@@ -1,6 +1,6 @@
 """How much memory a setting will take per rank, forecast before it is run.
 
-Model states are those of `ds_memory` (ds-zero: the arithmetic of ``dscore plan``) for what one rank
+Model states are those of `ds_memory` (dscore-zero: the arithmetic of ``dscore plan``) for what one rank
 computes with. The rest (activations, temporaries, what the process takes by itself) was measured: a
 line in the micro-batch size.
 

@@ -276,8 +276,8 @@ def parse_manifest(path: Path) -> Manifest:
 
 def _other_version(path: Path, version: object) -> CheckpointError:
     return CheckpointError(
-        f"{path} has format version {version!r:.40}, this ds-core reads versions 1 to {VERSION}; "
-        "install a ds-core that reads it"
+        f"{path} has format version {version!r:.40}, this dscore-train reads versions 1 to {VERSION}; "
+        "install a dscore-train that reads it"
     )
 
 

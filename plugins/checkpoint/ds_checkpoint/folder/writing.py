@@ -178,8 +178,8 @@ def publish(job: SaveJob) -> None:
 def _readme(tag: str) -> bytes:
     return f"""# A checkpoint of ds_core
 
-Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With ds-checkpoint
-and ds-cli installed (`pip install ds-checkpoint ds-cli`), in the folder above this one:
+Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With
+dscore-checkpoint and dscore-cli installed (`pip install dscore-checkpoint dscore-cli`), in the folder above this one:
 
     dscore checkpoint inspect {tag}
     dscore checkpoint verify {tag}

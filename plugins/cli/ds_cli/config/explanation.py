@@ -61,7 +61,7 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
     if param and named and kind in named:
         return _explain_param(key, param, named[kind])
     table: dict[str, Owned] = {}
-    trees: list[tuple[str, type[BaseModel], str]] = [("", CoreConfig, "ds-core")]
+    trees: list[tuple[str, type[BaseModel], str]] = [("", CoreConfig, "dscore-train")]
     trees += [(name, model, owner) for name, (model, owner) in models.items()]
     for prefix, model, owner in trees:
         for row in iter_keys(model, prefix):

@@ -18,6 +18,7 @@ from ds_cli.doctor.cleaning import clean
 from ds_cli.doctor.last_failure import kept
 from ds_core.config.redaction import REDACTED, is_secret_name, redact, secrets_in
 from ds_core.errors import DSError
+from ds_core.naming import PREFIX
 
 OTHERS = (
     "torch",
@@ -100,7 +101,7 @@ def _section(title: str, lines: Sequence[str] | Iterator[str], language: str = "
 
 def _versions() -> Iterator[str]:
     ours = sorted(
-        {d.name for d in importlib_metadata.distributions() if d.name and d.name.startswith("ds-")}
+        {d.name for d in importlib_metadata.distributions() if d.name and d.name.startswith(PREFIX)}
     )
     yield f"python {platform.python_version()} ({platform.python_implementation()})"
     for name in (*OTHERS, *ours):

@@ -264,7 +264,7 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
                 continue
             if (why := _unreachable(plugin, entry.load)) is not None:
                 yield Finding(f"{kind} {name}", "fault", why, f"repair or uninstall {plugin.dist}")
-    owners: dict[str, list[str]] = {name: ["ds-cli"] for name in ds_commands()}
+    owners: dict[str, list[str]] = {name: ["dscore-cli"] for name in ds_commands()}
     for answer in plugins.offers("ds_commands"):
         for name in answer.value if answer.plugin.module != ds_commands.__module__ else ():
             owners.setdefault(name, []).append(f"{answer.plugin.dist} {answer.plugin.version}")

@@ -143,7 +143,7 @@ def _odd(reports: Sequence[HostReport], value: Any) -> list[tuple[str, str, str]
 
 def _packages(reports: Sequence[HostReport]) -> Iterator[Finding]:
     names = sorted({name for report in reports for name in (report.facts or {})["packages"]})
-    for name in ["ds-core", *(n for n in names if n != "ds-core")]:
+    for name in ["dscore-train", *(n for n in names if n != "dscore-train")]:
         odd = _odd(reports, lambda facts, of=name: facts["packages"].get(of, ["none"])[0])
         for host, own, usual in odd:
             if own == "none":
@@ -360,7 +360,7 @@ def host_rows(
         "devices",
         "python",
         "torch",
-        "ds-core",
+        "dscore-train",
         "plugins",
         "clock",
     ]
@@ -377,8 +377,8 @@ def host_rows(
             continue
         facts = report.facts
         packages = report.facts["packages"]
-        plugins = sum(name != "ds-core" for name in packages)
-        core = packages.get("ds-core", ["none"])[0]
+        plugins = sum(name != "dscore-train" for name in packages)
+        core = packages.get("dscore-train", ["none"])[0]
         versions = [facts["python"], facts["torch"] or "none", core, str(plugins)]
         offset = f"{(report.offset - first) * 1000:+.1f} ms"
         rows.append([*head, str(facts["cores"]), str(facts.get("devices", "-")), *versions, offset])

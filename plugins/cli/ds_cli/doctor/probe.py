@@ -97,7 +97,7 @@ def _packages() -> dict[str, list[str]]:
     for found in metadata.distributions():
         points = [p for p in found.entry_points if p.group.startswith("ds_core.")]
         name = (found.metadata["Name"] or "").lower().replace("_", "-")
-        if name == "ds-core" or points:
+        if name == "dscore-train" or points:
             tops = {p.value.partition(":")[0].partition(".")[0] for p in points} or {"ds_core"}
             # what is found first is what is imported
             rows.setdefault(name, [found.version, _digest(sorted(tops))])

@@ -469,7 +469,7 @@ def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, entry_points, version
 
     found = {"python": ".".join(map(str, sys.version_info[:2]))}
-    names = {"torch", "ds-core", "ds-cli"}
+    names = {"torch", "dscore-train", "dscore-cli"}
     for group in ("ds_core.plugins", "ds_core.backends"):
         names |= {point.dist.name for point in entry_points(group=group) if point.dist is not None}
     for name in sorted(names):

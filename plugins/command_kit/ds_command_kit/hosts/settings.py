@@ -127,7 +127,7 @@ def read_settings(text: str | bytes) -> Settings:
     except (ValueError, TypeError, KeyError, zlib.error) as error:
         raise CommandError(
             "what this agent was given is not what `dscore run` of the same version sends "
-            f"({error}); is one ds-cli "
+            f"({error}); is one dscore-cli "
             "installed on all hosts?"
         ) from error
 

@@ -68,7 +68,9 @@ class DeepSpeedConfig:
         """One object or dict per section."""
         try:
             zero = models.model_named("DeepSpeedZeroConfig")
-        except ModuleNotFoundError:  # ds-zero is not installed: a config that needs it was refused
+        except (
+            ModuleNotFoundError
+        ):  # dscore-zero is not installed: a config that needs it was refused
             self.zero_config = None
             self.zero_optimization_stage = 0
         else:

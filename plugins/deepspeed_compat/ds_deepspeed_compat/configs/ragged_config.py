@@ -1,7 +1,7 @@
 """The configs of ``deepspeed.inference.v2``, whose engine serves many requests: checked, for
 programs that make them.
 
-The engine is that of ds-inference: `dscore serve`, or ``init_inference`` with the section
+The engine is that of dscore-inference: `dscore serve`, or ``init_inference`` with the section
 ``serve``.
 """
 

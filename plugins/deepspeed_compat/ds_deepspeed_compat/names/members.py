@@ -61,7 +61,7 @@ MEMBERS: Mapping[str, Rows] = {
         "zero_grad": differs("ds_core", "set_to_none=False is an error: gradients are dropped"),
         "compile": differs(
             "ds_compile",
-            "compiled_autograd_enabled=True is an error; passes in schedule: see ds-compile",
+            "compiled_autograd_enabled=True is an error; passes in schedule: see dscore-compile",
         ),
         "register_compile_pass": differs(
             "ds_compile", "a pass is a function (graph, inputs) -> graph"

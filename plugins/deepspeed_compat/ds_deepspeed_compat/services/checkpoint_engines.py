@@ -88,13 +88,13 @@ class TorchCheckpointEngine(CheckpointEngine):
         """Nothing is to be prepared."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, which has its name once all of it is there (ds-checkpoint-deepspeed
+        """Write one file, which has its name once all of it is there (dscore-checkpoint-deepspeed
         writes it).
         """
         importlib.import_module("ds_checkpoint_deepspeed.saving").save(state_dict, Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What is in a file (ds-checkpoint-deepspeed reads it), on the device of `map_location`,
+        """What is in a file (dscore-checkpoint-deepspeed reads it), on the device of `map_location`,
         else on the host.
         """
         folder = importlib.import_module("ds_checkpoint_deepspeed.reading.folder")

@@ -1,7 +1,7 @@
 """``deepspeed.comm``: torch.distributed's calls with DeepSpeed's arguments, made through ds_core's
 collectives.
 
-So interceptors, such as those of ds-comms-logger and ds-comms-guard, see them; but for `gather`,
+So interceptors, such as those of dscore-comms-logger and dscore-comms-guard, see them; but for `gather`,
 `scatter` and messages between two ranks, which are torch's own. `prof`, `log_name` and `debug` are
 taken as documented and have no effect: the section ``comms_logger`` decides what is logged.
 """

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 
 def _all_ops() -> dict[str, Any]:
-    """Every builder by its operation's name; that of files where ds-nvme is installed."""
+    """Every builder by its operation's name; that of files where dscore-nvme is installed."""
     files = {"async_io": resolve("ds_nvme.handle:AsyncIOBuilder")()} if find_spec("ds_nvme") else {}
     return {**{builder.NAME: builder() for builder in BUILDERS.values()}, **files}
 

@@ -141,14 +141,14 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Boundaries of `num_parts` parts of nearly equal length (of ds-pipeline)."""
+    """Boundaries of `num_parts` parts of nearly equal length (of dscore-pipeline)."""
     balance = importlib.import_module("ds_pipeline.layers.balance")
     bounds: list[int] = balance.uniform(num_items, num_parts)
     return bounds
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Boundaries of `num_parts` parts of nearly equal weight (of ds-pipeline)."""
+    """Boundaries of `num_parts` parts of nearly equal weight (of dscore-pipeline)."""
     balance = importlib.import_module("ds_pipeline.layers.balance")
     bounds: list[int] = balance.balanced(weights, num_parts)
     return bounds

@@ -201,7 +201,7 @@ def record(runnable: Runnable, what: str, key: str = "enable_cuda_graph") -> Non
         runnable.runnable if isinstance(runnable, Embedded) else runnable, "capture", None
     )
     if capture is None:
-        why = f"what serves {what} records no graphs; ds-ops-cuda does"
+        why = f"what serves {what} records no graphs; dscore-ops-cuda does"
         raise ConfigError([Problem(key, why, "leave the key out elsewhere")])
     capture()
 

@@ -4,7 +4,7 @@ Nothing is unpickled.
 
 What can be opened: a folder of Hugging Face's (safetensors, or ``.bin`` files, which torch reads
 with ``weights_only=True``), one such file, a JSON file that lists files, what `save_parts` wrote,
-and a checkpoint of ds-checkpoint's.
+and a checkpoint of dscore-checkpoint's.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def _read_part(shape: tuple[int, ...], part: Mapping[str, Any]) -> tuple[int, Sl
 
 
 class _Checkpoint:
-    """A checkpoint of a training run, through ds-checkpoint: its weights in the run's best
+    """A checkpoint of a training run, through dscore-checkpoint: its weights in the run's best
     precision.
     """
 
@@ -335,11 +335,11 @@ class _Checkpoint:
             opening = resolve("ds_checkpoint:open_saved")
         except (DSError, ImportError) as error:
             raise CheckpointError(
-                f"{path} is a checkpoint of a training run; install ds-checkpoint, or write its "
+                f"{path} is a checkpoint of a training run; install dscore-checkpoint, or write its "
                 "weights with "
                 "dscore checkpoint export"
             ) from error
-        # By reference: ds-checkpoint need not be installed for other sources.
+        # By reference: dscore-checkpoint need not be installed for other sources.
         self._saved = stack.enter_context(opening(path))
         if self._saved.split:
             raise CheckpointError(

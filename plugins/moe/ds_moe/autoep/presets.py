@@ -151,7 +151,9 @@ def find(name: str) -> Preset | None:
     if offers is None:
         return BUILT_IN.get(name)
     if name in BUILT_IN or len(offers) > 1:
-        who = [f"{dist} ({ref})" for dist, ref in offers] + (["ds-moe"] if name in BUILT_IN else [])
+        who = [f"{dist} ({ref})" for dist, ref in offers] + (
+            ["dscore-moe"] if name in BUILT_IN else []
+        )
         raise PluginError(
             f"MoE preset {name!r} is offered by {' and '.join(who)}; uninstall one, or name yours "
             "otherwise"

@@ -1,4 +1,4 @@
-"""What providers of ds-moe's kernels are compared with, by ``dscore ops test`` and the conformance
+"""What providers of dscore-moe's kernels are compared with, by ``dscore ops test`` and the conformance
 kit.
 """
 

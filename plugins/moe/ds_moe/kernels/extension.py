@@ -1,4 +1,4 @@
-"""What ``ds-moe`` compiles (torch-free); see `ds_kernel_kit.build`."""
+"""What ``dscore-moe`` compiles (torch-free); see `ds_kernel_kit.build`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_kernel_kit.build import Extension, Unit
 _OPENMP = () if sys.platform == "darwin" else ("-fopenmp",)
 
 EXTENSION = Extension(
-    name="ds-moe",
+    name="dscore-moe",
     module="_ds_moe",
     folder=Path(__file__).parents[1] / "cpp",
     units=(Unit("ffn.cpp", _OPENMP),),

@@ -235,7 +235,7 @@ void Engine::work(std::unique_ptr<Backend>& backend) {
     try {
         serve(*backend, blocks);
     } catch (const std::exception& error) {  // the kernel's door itself is broken: nothing goes through it any more
-        std::fprintf(stderr, "ds-nvme: %s\n", error.what());
+        std::fprintf(stderr, "dscore-nvme: %s\n", error.what());
         backend.reset();
         for (auto& block : blocks)
             if (block.used) {

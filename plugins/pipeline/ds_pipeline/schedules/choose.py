@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_core.plugins import Plugins
 
 OWN = ("auto", "1f1b", "interleaved", "zero_bubble")
-"""The names of ds-pipeline's own schedules."""
+"""The names of dscore-pipeline's own schedules."""
 
 
 def find_schedule(name: str, plugins: Plugins) -> Callable[..., Any] | None:

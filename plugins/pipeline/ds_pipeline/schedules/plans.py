@@ -34,7 +34,7 @@ class StagePlans:
         self._stages = stages
         self._stage = stage
         self._chunks = chunks
-        # What makes a plugin's schedule; None: one of ds-pipeline's.
+        # What makes a plugin's schedule; None: one of dscore-pipeline's.
         self._make_own = find_schedule(name, plugins)
         # Plans by (number of micro-batches, whether they are trained on).
         self._plans: dict[tuple[int, bool], StagePlan] = {}

@@ -58,7 +58,7 @@ def page(runs: Sequence[Run], title: str = "") -> str:
         title=title
         or (f"Training run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} training runs"),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        version=metadata.version("ds-report"),
+        version=metadata.version("dscore-report"),
         runs=runs,
         colours=COLOURS,
         charts=[c for c in charts if c.key in known],

@@ -90,7 +90,7 @@ class SuperOffload(Updates):
         if not by_buckets or not hasattr(optimizer, "takes_inputs"):
             raise UsageError(
                 f"{KEY}: {type(optimizer).__name__} cannot update one bucket after the other; use "
-                "Adam, AdamW, Lion, SGD or Adagrad of ds-optimizers, by its name in the config's "
+                "Adam, AdamW, Lion, SGD or Adagrad of dscore-optimizers, by its name in the config's "
                 "optimizer section, or set it to false"
             )
         if any(b.masters.evicts is not None for b in reducer.buckets):
@@ -138,7 +138,7 @@ class SuperOffload(Updates):
             return
         if self._worker is None:
             threads = max(1, int(self._share * torch.get_num_threads()))
-            self._worker = HostWorker("ds-zero SuperOffload", threads=threads)
+            self._worker = HostWorker("dscore-zero SuperOffload", threads=threads)
         if self._worker.failed:
             return  # the step says so
         attempt = _Attempt(self._optimizer, spare, grads, self.owner.gradient_hooks.unscaling())

@@ -19,7 +19,7 @@ def owners(
     """One line a section. An error of `ds_core.errors` becomes one plain message."""
     plugins = Plugins()
     found = {name: plugins.section(name) for name in read_config(file).raw}
-    named = {name: owner.dist if owner else "ds-core, or nobody" for name, owner in found.items()}
+    named = {name: owner.dist if owner else "dscore-train, or nobody" for name, owner in found.items()}
     if as_json:
         typer.echo(json.dumps(named))
         return

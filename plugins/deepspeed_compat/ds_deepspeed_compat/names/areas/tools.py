@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ds_deepspeed_compat.names.entry import Rows, differs, missing
 
 _AUTOTUNING = missing(
-    "no class tunes: `dscore tune` and `dscore run --autotuning` do, with ds-autotuning"
+    "no class tunes: `dscore tune` and `dscore run --autotuning` do, with dscore-autotuning"
 )
 _MONITORS = "ds_deepspeed_compat.services.monitors"
 

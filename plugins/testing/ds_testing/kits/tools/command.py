@@ -1,6 +1,6 @@
 """The conformance kit for commands: subclass `CommandConformance` and name your plugin.
 
-Needs ds-cli.
+Needs dscore-cli.
 """
 
 from __future__ import annotations

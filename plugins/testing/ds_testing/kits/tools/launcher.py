@@ -2,7 +2,7 @@
 function.
 
 Each check is a launch of small scripts (they import no torch) in a process of its own. Needs
-ds-cli.
+dscore-cli.
 """
 
 from __future__ import annotations

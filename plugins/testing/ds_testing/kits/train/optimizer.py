@@ -284,7 +284,7 @@ class OptimizerConformance:
         """Two steps, and two more in another layout, are four of one process."""
         first, then = (runs.LAYOUTS[layout] for layout in route)
         if not (runs.installed(first) and runs.installed(then)):
-            pytest.skip("ds-zero is not installed")
+            pytest.skip("dscore-zero is not installed")
         where = [list(self.load), str(tmp_path)]
         saved = self._over(first.world, runs.save_all, route[0], *where, 2)
         found = self._over(then.world, runs.resume_all, route[1], *where, [2, 3])

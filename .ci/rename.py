@@ -1,0 +1,88 @@
+"""Give all distributions another prefix, or the repository another home, everywhere at once.
+
+    python .ci/rename.py --core dscore-train --prefix dscore-
+    python .ci/rename.py --home https://example.org/dscore
+
+Reads the present names from ds_core/naming.py and pyproject.toml. Set-up runs again afterwards, and
+`make catalogue` writes what is generated from the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NAMING = ROOT / "ds_core" / "naming.py"
+
+
+def tracked() -> list[Path]:
+    """The files that git knows."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return [ROOT / name for name in done.stdout.split("\0") if name]
+
+
+def names(files: list[Path], core: str, prefix: str) -> list[str]:
+    """The names of this repository's distributions but the core's, without the prefix."""
+    found = []
+    for file in files:
+        if file.name == "pyproject.toml" and file.parts[-3] in ("plugins", "ops", "monitors"):
+            line = re.search(r'^name = "(.+)"', file.read_text("utf-8"), re.MULTILINE)
+            assert line is not None, file
+            assert line[1].startswith(prefix), f"{file}: {line[1]} does not begin with {prefix}"
+            found.append(line[1].removeprefix(prefix))
+    # The longest first: `monitor-csv` before `monitor`.
+    return sorted(found, key=len, reverse=True)
+
+
+def main() -> None:
+    """Rewrite the files, and rename those that are named after a distribution."""
+    old = runpy.run_path(str(NAMING))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--core", default=old["CORE"])
+    parser.add_argument("--prefix", default=old["PREFIX"])
+    source = re.search(r'^Source = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert source is not None
+    home = source[1]
+    parser.add_argument("--home", default=home)
+    new = parser.parse_args()
+
+    files = tracked()
+    rest = "|".join(map(re.escape, names(files, old["CORE"], old["PREFIX"])))
+    core = re.escape(old["CORE"])
+    # A name stands alone: it is no part of a longer one.
+    dist = re.compile(
+        rf"(?<![\w-])(?:(?P<core>{core})|{re.escape(old['PREFIX'])}(?P<rest>{rest}))(?![\w-])"
+    )
+
+    def renamed(match: re.Match[str]) -> str:
+        return new.core if match["core"] else new.prefix + match["rest"]
+
+    for file in files:
+        if file in (NAMING, Path(__file__).resolve()) or file.is_symlink():
+            continue
+        try:
+            text = file.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        parts = text.split(home)
+        changed = new.home.join(dist.sub(renamed, part) for part in parts)
+        if changed != text:
+            file.write_text(changed, "utf-8")
+        name = dist.sub(renamed, file.name)
+        if name != file.name:
+            subprocess.run(["git", "mv", file, file.with_name(name)], cwd=ROOT, check=True)
+
+    text = NAMING.read_text("utf-8")
+    for name, value in (("CORE", new.core), ("PREFIX", new.prefix)):
+        text = re.sub(rf'^{name} = ".*"$', f'{name} = "{value}"', text, flags=re.MULTILINE)
+    NAMING.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
