@@ -72,6 +72,7 @@ def main() -> None:
             continue
         parts = text.split(home)
         changed = new.home.join(dist.sub(renamed, part) for part in parts)
+        changed = changed.replace(f'"{old["PREFIX"]}"', f'"{new.prefix}"')
         if changed != text:
             file.write_text(changed, "utf-8")
         name = dist.sub(renamed, file.name)

@@ -76,7 +76,9 @@ def test_it_has_what_is_asked_for(planted: Path) -> None:
     )
     assert "\nDS_MIRROR=https://***@mirror.example/simple\n" in text
     assert (
-        "\nds-core 0." in text and "\ntorch 2." in text and "kernel squared_norm: served by" in text
+        "\ndscore-train 0." in text
+        and "\ntorch 2." in text
+        and "kernel squared_norm: served by" in text
     )
     assert "csv_monitor (dscore-monitor-csv" in text and '"somebody_api_key": "***"' in text
     assert "ZeroDivisionError: division by zero, max_tokens=512, api_key: ***" in text

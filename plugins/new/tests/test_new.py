@@ -140,7 +140,7 @@ def test_what_is_chosen_by_name_needs_a_free_one(
     folder = tmp_path / "out"
     code, _, error = dscore(name, "--kind", kind, "--folder", str(folder), capfd=capfd)
     assert code == 2 and f"'my-{name}'" in error and not folder.exists()
-    assert re.search(rf"the {kind} '.*' is ds-", error), (error, whose)
+    assert re.search(rf"the {kind} '.*' is dscore-", error), (error, whose)
     code, _, error = dscore(f"my-{name}", "--kind", kind, "--folder", str(folder), capfd=capfd)
     assert code == 0, error
 

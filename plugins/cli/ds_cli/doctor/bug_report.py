@@ -18,7 +18,6 @@ from ds_cli.doctor.cleaning import clean
 from ds_cli.doctor.last_failure import kept
 from ds_core.config.redaction import REDACTED, is_secret_name, redact, secrets_in
 from ds_core.errors import DSError
-from ds_core.naming import PREFIX
 
 OTHERS = (
     "torch",
@@ -100,9 +99,8 @@ def _section(title: str, lines: Sequence[str] | Iterator[str], language: str = "
 
 
 def _versions() -> Iterator[str]:
-    ours = sorted(
-        {d.name for d in importlib_metadata.distributions() if d.name and d.name.startswith(PREFIX)}
-    )
+    names = {d.name or "" for d in importlib_metadata.distributions()}
+    ours = sorted(name for name in names if name.startswith("dscore-"))
     yield f"python {platform.python_version()} ({platform.python_implementation()})"
     for name in (*OTHERS, *ours):
         try:

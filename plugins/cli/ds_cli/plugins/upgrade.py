@@ -16,7 +16,6 @@ import typer
 from ds_command_kit.show import CommandError, say_error
 
 from ds_core import moved
-from ds_core.naming import dist_of
 from ds_core.plugins import old_forms
 
 TEXTS = (".py", ".toml", ".cfg", ".json", ".yaml", ".yml", ".md", ".jinja")
@@ -62,7 +61,7 @@ def upgrade(
     for line in by_hand:
         say_error(f"by hand: {line}")
     if needed:
-        dists = ", ".join(sorted(map(dist_of, needed)))
+        dists = ", ".join(sorted("dscore-" + name[3:].replace("_", "-") for name in needed))
         say_error(f"by hand: add to the dependencies in pyproject.toml: {dists}")
     what = "would change" if check else "changed"
     typer.echo(f"{changed} files {what}, {len(by_hand)} places to change by hand")
