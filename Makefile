@@ -4,7 +4,7 @@
 #   make test         lint and the tests (not the slow ones, not those that need a GPU)
 #   make changed      lint and the tests that what differs from BASE calls for (BASE: where the branch left origin/main, or HEAD~1)
 #   make test-all     lint and all tests that this machine can run
-#   make lint         ruff, mypy --strict, import-linter
+#   make lint         ruff, mypy --strict, import-linter, proselint with docs/style.toml
 #   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "dscore-train[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
@@ -97,6 +97,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-logo
+	$(PY) .ci/prose.py
 
 test: lint
 	$(PYTEST) -m "not slow and not gpu and not integration and not hosts" $(ARGS)

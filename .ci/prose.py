@@ -1,0 +1,102 @@
+"""Reads the project's texts with proselint and docs/style.toml: `prose.py`, or `prose.py FILE ...`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from proselint import checks
+from proselint.config import Config
+from proselint.registry import CheckRegistry
+from proselint.registry.checks import Check, CheckFlags, engine, types
+from proselint.tools import LintFile
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+STYLE = ROOT / "docs" / "style.toml"
+
+# What is not prose: code, the addresses of links, tags, and `<!-- ... -->`.
+NOT_PROSE = re.compile(
+    r"^(?P<fence>[ \t]*(```+|~~~+)).*?^(?P=fence)[ \t]*$"
+    r"|<!--.*?-->|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|(?<=\])\([^)\s]*\)|<[^<>\n]*>|https?://\S+",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def prose(text: str) -> str:
+    """The text with a backtick for each character that is not prose; lines stay where they are."""
+    return NOT_PROSE.sub(lambda found: re.sub(r"[^\n]", "`", found.group()), text)
+
+
+def load_style(path: Path = STYLE) -> dict[str, Any]:
+    """Sections `files`, `phrases` and `terms`."""
+    return tomllib.loads(path.read_text())
+
+
+def make_checks(style: dict[str, Any]) -> tuple[Check, ...]:
+    """One check per entry of the sections `phrases` and `terms`. A space also matches a line's end."""
+    return tuple(
+        Check(
+            check_type=types.PreferredForms(items={pattern.replace(" ", r"\s+"): advice}),
+            engine=engine.Fancy(),
+            path=f"dscore.{section}.{number}",
+            message=f"'{{1}}': {advice.replace('{', '{{').replace('}', '}}')}",
+            flags=CheckFlags(allow_quotes=True),
+        )
+        for section in ("phrases", "terms")
+        for number, (pattern, advice) in enumerate(style[section].items())
+    )
+
+
+def find_texts(style: dict[str, Any]) -> list[Path]:
+    """The Markdown files that git knows or would take, without those of `files.skip`."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    skipped = style["files"]["skip"]
+    names = [n for n in listed.splitlines() if not any(fnmatch(n, pattern) for pattern in skipped)]
+    return [ROOT / name for name in names if (ROOT / name).exists()]
+
+
+def find_faults(text: str, name: str, style: dict[str, Any]) -> list[str]:
+    """Lines like `docs/page.md:3:7: 'goes on': resumes, continues`."""
+    config = Config(
+        max_errors=1000, checks={"dscore": True} | dict.fromkeys(style["files"]["proselint"], True)
+    )
+    return [
+        f"{name}:{found.pos[0]}:{found.pos[1]}: {' '.join(found.check_result.message.split())}"
+        for found in LintFile(name, prose(text)).lint(config)
+    ]
+
+
+def register(style: dict[str, Any]) -> None:
+    """Put proselint's checks and ours into proselint's registry, once."""
+    registry = CheckRegistry()
+    if not registry.checks:
+        registry.register_many(checks.__register__)
+        registry.register_many(make_checks(style))
+
+
+def main(argv: list[str]) -> int:
+    """Print the faults; 1 if there is one."""
+    style = load_style()
+    register(style)
+    texts = [Path(name).resolve() for name in argv] or find_texts(style)
+    faults = [
+        fault
+        for path in texts
+        for fault in find_faults(path.read_text(), str(path.relative_to(ROOT)), style)
+    ]
+    print("\n".join(faults) if faults else f"{len(texts)} texts read: docs/style.toml is kept")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

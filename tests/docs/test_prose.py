@@ -1,0 +1,60 @@
+"""The prose linter finds what docs/style.toml bans, at its place, and only in prose."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from distributions import ROOT
+
+pytest.importorskip("proselint", reason="`make setup` installs it")
+
+
+@pytest.fixture(scope="module")
+def linter() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ci_prose", ROOT / ".ci" / "prose.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.register(module.load_style())
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("Training resumes.\n", []),
+        ("A run\nthat goes on.\n", ["x.md:2:6"]),
+        ("A run that goes\non, and a data set.\n", ["x.md:1:12", "x.md:2:11"]),
+        ("`goes on` and [a page](lab.md) and <!-- goes on -->\n", []),
+        ("```text\nit goes on\n```\nIt goes on.\n", ["x.md:4:4"]),
+        ("A word word.\n", ["x.md:1:3"]),
+        ('Is quoted: "models of transformers", and a key\'s name.\n', ["x.md:1:13"]),
+    ],
+)
+def test_faults_and_their_places(linter: ModuleType, text: str, places: list[str]) -> None:
+    found = linter.find_faults(text, "x.md", linter.load_style())
+    assert [fault.split(": ")[0] for fault in found] == places
+
+
+def test_every_text_of_the_project_is_read(linter: ModuleType) -> None:
+    style = linter.load_style() | {"files": {"skip": []}}
+    texts = {path.relative_to(ROOT).as_posix() for path in linter.find_texts(style)}
+    expected = {"README.md", "CONTRIBUTING.md", "docs/training.md", "plugins/zero/README.md"}
+    assert expected <= texts and any(name.startswith("changes/") for name in texts)
+
+
+def test_the_command_names_a_fault_and_fails() -> None:
+    command = [sys.executable, ".ci/prose.py"]
+    path = ROOT / "build" / "prose_test.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("A run goes on.\n")
+    try:
+        result = subprocess.run([*command, path], cwd=ROOT, capture_output=True, text=True)
+    finally:
+        path.unlink()
+    assert result.returncode == 1
+    assert result.stdout == "build/prose_test.md:1:7: 'goes on': resumes, continues, keeps\n"
