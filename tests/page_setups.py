@@ -60,7 +60,42 @@ engine.save_checkpoint("other")
 export_deepspeed("other", "deepspeed_runs/global_step1000")
 """
 
+TINY_LLAMA = """
+import pathlib
+import tokenizers, torch, transformers
+import ds_core
+
+torch.manual_seed(0)
+tiny = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, vocab_size=64, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, eos_token_id=1, pad_token_id=0)
+model = transformers.LlamaForCausalLM(tiny)
+"""
+
 SETUPS = {
+    "docs/hybrid-engine.md": TINY_LLAMA
+    + """
+batches = [{"input_ids": torch.randint(2, 64, (2, 4))} for _ in range(2)]
+
+def reward(texts):
+    return (texts == 7).float().mean(1)
+
+def loss_of(engine, texts, rewards):
+    logits = engine(input_ids=texts).logits[:, :-1].log_softmax(-1)
+    chosen = logits.gather(-1, texts[:, 1:, None]).squeeze(-1).mean(1)
+    return -(chosen * (rewards - rewards.mean())).mean()
+""",
+    "docs/inference.md": TINY_LLAMA
+    + """
+from transformers import AutoConfig
+
+texts = ["1 2 3", "4 5"]
+
+words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(64)}, unk_token="0"))
+words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+folder = "models/SmolLM2-135M-Instruct"
+model.save_pretrained(folder)
+transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder)
+""",
     "docs/monitors.md": ENGINE + "loss = engine(x, y)\n",
     "docs/training.md": ENGINE
     + """
