@@ -2,19 +2,18 @@
 
     dscore run --nproc 2 examples/gpt/train.py
 
-It keeps a checkpoint in runs/gpt and, started again, goes on from there.
+It keeps a checkpoint in runs/gpt and, started again, resumes from it.
 
     dscore run --nproc 2 examples/gpt/train.py --deepspeed_config
     examples/gpt/ds_config_zero3_offload.json
 
-does the same with ZeRO stage 3, weights and optimizer states resting in the host's memory; either
-goes on from the other's checkpoint.
+does the same with ZeRO stage 3, weights and optimizer states in the host's memory; either resumes
+from the other's checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all")
     parser.add_argument("--stop-after", type=int, help="save and stop after this many steps")
     parser.add_argument(
-        "--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint and the plot"
+        "--run", type=Path, default=Path("runs/gpt"), help="folder of the checkpoint"
     )
     config = Path(__file__).with_name("ds_config.json")
     parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
@@ -89,25 +88,7 @@ def main() -> None:
                 f"\n--- what it writes after {last} steps "
                 f"---\n{model.eval().write(b'The ', 300)}\n---"
             )
-        print(
-            f"loss {loss.item():.3f} after {last} steps; see {plot(engine, args.run)}", flush=True
-        )
-
-
-def plot(engine: ds_core.Engine, run: Path) -> Path:
-    """Draw the loss that the CSV monitor wrote."""
-    from matplotlib.figure import Figure
-
-    written = engine.config.section("csv_monitor").directory()
-    with open(written / "Train_Samples_train_loss.csv", newline="") as file:
-        points = [(int(row[0]), float(row[1])) for row in list(csv.reader(file))[1:]]
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    axes.plot(*zip(*points, strict=True))
-    axes.set(xlabel="samples", ylabel="loss (nats per byte)", title="GPT on CPython's help texts")
-    axes.grid(alpha=0.3)
-    figure.savefig(run / "loss.png", dpi=120)
-    return run / "loss.png"
+        print(f"loss {loss.item():.3f} after {last} steps", flush=True)
 
 
 if __name__ == "__main__":

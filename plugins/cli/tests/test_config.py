@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
+import torch
 from ds_cli.config.command import make_app
 from typer.testing import CliRunner
 
@@ -20,6 +23,60 @@ def test_check_prints_what_has_no_effect(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert "  note: disable_allgather: has no effect: " in done.stdout
     assert "  note: bfloat16: is deprecated and was read as 'bf16'; rename it\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "paths"),
+    [
+        ({}, ["gradient_clipping"]),
+        ({"gradient_clipping": 0}, []),
+        ({"fp16": {"enabled": True, "clip": 1.0}}, []),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ["gradient_clipping", "optimizer.params.weight_decay"],
+        ),
+        (
+            {"gradient_clipping": 0, "optimizer": {"type": "adamw"}},
+            ["optimizer.params.weight_decay"],
+        ),
+        (
+            {
+                "gradient_clipping": 1.0,
+                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}},
+            },
+            [],
+        ),
+        ({"gradient_clipping": 1.0, "optimizer": {"type": "Adam"}}, []),
+        (
+            {
+                "gradient_clipping": 1.0,
+                "optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}},
+            },
+            ["optimizer.params.adam_w_mode"],
+        ),
+        ({"gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, []),
+    ],
+)
+def test_check_names_defaults_that_are_not_torchs(
+    config: dict[str, object], paths: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"train_batch_size": 4, **config}))
+    done = CliRunner().invoke(make_app(), ["check", str(file)])
+    assert done.exit_code == 0, done.stdout
+    said = re.findall(r"^  note: ([\w.]+): is not given", done.stdout, re.MULTILINE)
+    assert said == paths, done.stdout
+
+
+def test_the_defaults_are_those_that_check_names() -> None:
+    from ds_core.config.core import CoreConfig
+    from ds_core.setup.optim import AdamParams, AdamWParams
+
+    assert CoreConfig().gradient_clipping == 1.0
+    assert (AdamWParams().weight_decay, AdamParams().adam_w_mode) == (0.0, True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    assert torch.optim.AdamW([weight]).defaults["weight_decay"] == 0.01
+    assert torch.optim.Adam([weight]).defaults["weight_decay"] == 0
 
 
 def test_check_accepts_what_a_front_end_fills_in(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Recorder:
             return
         self._state = state
         atexit.unregister(self.end)
-        said = {} if error is None else {"error": self._text_of(error)}
+        said = {} if error is None else {"error": _text_of(error, self._secrets)}
         self.add("end", state=state, step=self._step, **said)
         # The last lines are written here: the thread may not come to it before the process ends.
         self._stop.set()
@@ -154,6 +154,9 @@ class Recorder:
             files, self._files = self._files, None
             for file in files or ():
                 os.close(file)
+        if files is not None and state == "finished" and not hasattr(sys, "ps1"):
+            last = (self._pid, self._step, self._secrets, getattr(sys, "last_value", None))
+            atexit.register(_fail_after_all, self.folder / f"rank{self.rank}.jsonl", *last)
 
     # -- in the background -------------------------------------------------------------------------
 
@@ -217,12 +220,6 @@ class Recorder:
         except Exception:
             return {}
         return {"allocated": used, "peak": peak}
-
-    def _text_of(self, error: BaseException) -> str:
-        first = (str(error).splitlines() or [""])[0][:500]
-        return scrub(
-            f"{type(error).__name__}: {first}" if first else type(error).__name__, self._secrets
-        )
 
     def _give_up(self, error: OSError) -> None:
         self._stop.set()
@@ -319,6 +316,34 @@ def _append(file: int, block: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(file, size)
         raise
+
+
+def _fail_after_all(
+    path: Path, pid: int, step: int, secrets: frozenset[str], before: BaseException | None
+) -> None:
+    """The process ends: if an exception ended it after the engine was destroyed, the run failed.
+
+    before: the last exception that the interpreter had printed when the engine was destroyed.
+    """
+    # Set by the interpreter when an exception ends the program.
+    error = getattr(sys, "last_value", None)
+    if error is None or error is before or os.getpid() != pid:
+        return
+    row = {"kind": "end", "time": time.time(), "state": "failed", "step": step}
+    row["error"] = _text_of(error, secrets)
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            _append(file, _line(row).encode())
+        finally:
+            os.close(file)
+
+
+def _text_of(error: BaseException, secrets: frozenset[str]) -> str:
+    """The error's type and first line, without secrets."""
+    first = (str(error).splitlines() or [""])[0][:500]
+    kind = type(error).__name__
+    return scrub(f"{kind}: {first}" if first else kind, secrets)
 
 
 def _line(row: Mapping[str, Any]) -> str:

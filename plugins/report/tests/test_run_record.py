@@ -167,6 +167,40 @@ def test_a_killed_run_keeps_what_was_written(tmp_path: Path) -> None:
     assert all(json.loads(line, parse_constant=pytest.fail) for line in whole)
 
 
+LATER = """
+import sys
+from pathlib import Path
+
+from ds_report.recorder import Recorder
+
+from ds_core.accelerator.cpu import CpuAccelerator
+
+recorder = Recorder(Path(sys.argv[1]), 0, {"rank": 0}, CpuAccelerator(), seconds=60, secrets=frozenset(["s3cr3t"]))
+recorder.step(4, {"loss": 1.0})
+recorder.end("finished")
+"""
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_script_that_fails_after_training_has_failed(tmp_path: Path, launched: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LATER + 'raise ValueError("no plot of s3cr3t")\n')
+    start = ["-m", "ds_cli", "run", "--nproc", "1"] if launched else []
+    command = [sys.executable, *start, str(script), str(tmp_path / "runs")]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 1
+    record = read_rank(0, tmp_path / "runs" / "rank0.jsonl")
+    assert (record.last, list(record.columns.step), record.bad) == ("failed", [4], 0)
+    assert record.error.startswith("ValueError: no plot of ") and "s3cr3t" not in record.error
+    assert standing([record], {}).state is State.FAILED
+
+
+def test_a_script_that_ends_after_training_is_finished(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LATER + "sys.exit(0)\n")
+    subprocess.run([sys.executable, str(script), str(tmp_path / "runs")], check=True, timeout=120)
+    assert read_rank(0, tmp_path / "runs" / "rank0.jsonl").last == "finished"
+
+
 def test_two_engines_do_not_write_one_file(tmp_path: Path) -> None:
     one, two = (Recorder(tmp_path, 0, {"rank": 0}, CpuAccelerator(), seconds=60) for _ in range(2))
     assert (one.folder, two.folder) == (tmp_path, tmp_path / "engine2")

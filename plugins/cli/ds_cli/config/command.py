@@ -44,7 +44,11 @@ def check(
     ] = True,
     imports: Imports = False,
 ) -> None:
-    """Check a config as training would, before any process starts; prints every problem."""
+    """Check a config as training would, before any process starts; prints every problem.
+
+    Notes name keys without effect, and defaults that are not torch's; the exit code is 0.
+    """
+    from ds_cli.config.defaults import defaults_unlike_torch
     from ds_core.errors import ConfigError
     from ds_core.setup.compose import compose
 
@@ -66,7 +70,7 @@ def check(
     for name in chosen.config.sections:
         owner = chosen.plugins.section(name)
         typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
-    for note in chosen.notes:
+    for note in (*chosen.notes, *defaults_unlike_torch(chosen.config.raw)):
         typer.echo(f"  note: {note}")
     if autos := chosen.config.autos:
         typer.echo(
