@@ -5,7 +5,7 @@
 #   make changed      lint and the tests that what differs from BASE calls for (BASE: where the branch left origin/main, or HEAD~1)
 #   make test-all     lint and all tests that this machine can run
 #   make lint         ruff, mypy --strict, import-linter, proselint with docs/style.toml
-#   make wheels       a wheel of every distribution in dist/: pip install --find-links dist "dscore-train[standard]"
+#   make wheels       a wheel of every distribution in dist/: pip install -c dist/constraints.txt "dscore-train[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
@@ -176,10 +176,17 @@ RELEASE_CHECKS := lint docs test-all test-matrix test-wheels test-frontends test
 release-check: $(STAMP)
 	@$(PY) .ci/release_check.py $(RELEASE_CHECKS) $(ARGS)
 
-wheels: $(STAMP)
-	@rm -rf dist && mkdir -p dist
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(PY) -m pip wheel -qq --no-deps --no-build-isolation -w dist $(addprefix ./,$(DISTS))
-	@ls dist
+# Wheels to install from this clone need hatchling alone, not the whole set-up.
+BUILD := .venv-build
+
+$(BUILD)/.ready: constraints.txt
+	@$(PYTHON) -m venv --clear $(BUILD)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BUILD)/bin/python -m pip install -qq -c constraints.txt hatchling 'tomli; python_version < "3.11"'
+	@touch $@
+
+wheels: $(BUILD)/.ready
+	@$(BUILD)/bin/python .ci/build.py dist
+	@echo 'pip install -c dist/constraints.txt "dscore-train[standard]"'
 
 bench: $(STAMP)
 	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done
@@ -200,7 +207,7 @@ docs: $(DOCS_STAMP)
 	@echo "$(SITE)/index.html"
 
 clean:
-	rm -rf $(VENV) .venv-frontends .venv-programs .venv-monitors .venv-hosts dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(BUILD) .venv-frontends .venv-programs .venv-monitors .venv-hosts dist site runs build examples/*/build versions-* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:

@@ -50,14 +50,12 @@ def documented() -> Mapping[str, Mapping[str, Any]]:
 def install(dist: str) -> str:
     """How to install a distribution, to go into a sentence.
 
-    Those of this repository are published nowhere yet.
+    Those of this repository are published nowhere yet; `make wheels` writes dist/constraints.txt.
     """
-    folders = _catalogue()["folders"].get(dist)  # those of the packages that it needs, then its own
-    if folders is None:
+    if dist not in _catalogue()["folders"]:
         return f"`pip install {dist}`"
     return (
-        f"`pip install {' '.join(f'./{folder}' for folder in folders.split())}` in a checkout of "
-        "ds_core"
+        f"`pip install -c dist/constraints.txt {dist}` in a clone of ds_core, after `make wheels`"
     )
 
 

@@ -8,7 +8,6 @@ installed.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,17 +47,6 @@ def projects() -> dict[str, tuple[Path, dict[str, Any]]]:
         project["name"]: (folder, project)
         for folder, project in sorted(read, key=lambda row: row[1]["name"])
     }
-
-
-def requirements(dist: str, known: dict[str, tuple[Path, dict[str, Any]]]) -> list[str]:
-    """The distributions of this repository that `dist` needs, those that others need first; without
-    dscore-train.
-    """
-    names = [
-        re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in known[dist][1].get("dependencies", ())
-    ]
-    ours = [name for name in names if name in known and name != "dscore-train"]
-    return [each for name in ours for each in (*requirements(name, known), name)]
 
 
 def described(name: str, row: dict[str, Any], sections: dict[str, str]) -> dict[str, Any]:
@@ -119,12 +107,8 @@ def made() -> str:
     folders: dict[str, str] = {}
     sections: dict[str, str] = {}
     hooks: dict[str, str] = {}
-    found_projects = projects()
-    for dist, (folder, project) in found_projects.items():
-        needed = [*requirements(dist, found_projects), dist]
-        folders[dist] = " ".join(
-            found_projects[name][0].relative_to(ROOT).as_posix() for name in dict.fromkeys(needed)
-        )
+    for dist, (folder, project) in projects().items():
+        folders[dist] = folder.relative_to(ROOT).as_posix()
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
         for name in project.get("entry-points", {}).get(KIT_HOOKS, ()):

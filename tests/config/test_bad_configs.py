@@ -362,34 +362,24 @@ def test_what_is_not_offered_says_so(path: str, value: Any) -> None:
 @pytest.mark.parametrize("name", WITHOUT_PLUGIN)
 def test_a_missing_plugin_is_named(name: str) -> None:
     (problem,) = refused({name: WITHOUT_PLUGIN[name]}).problems
-    files = "pip install ./monitors/kit ./monitors"
-    built = {"csv_monitor": f"{files}/csv", "tensorboard": f"{files}/tensorboard"}
-    built |= {
-        "zero_optimization": "pip install ./plugins/access ./ops/kernel_kit ./plugins/run_state "
-        "./plugins/plan ./plugins/state_stores ./plugins/zero",
-        "pipeline": "pip install ./plugins/plots ./plugins/pipeline",
-        "activation_checkpointing": "./plugins/activation_checkpointing` in a checkout",
+    owners = {
+        "csv_monitor": "dscore-monitor-csv",
+        "tensorboard": "dscore-monitor-tensorboard",
+        "zero_optimization": "dscore-zero",
+        "expert_parallel": "dscore-moe",
+        "hybrid_engine": "dscore-inference",
+        "weight_quantization": "dscore-inference",
+        "data_efficiency": "dscore-data-sampling",
+        "curriculum_learning": "dscore-data-sampling",
+        "compression_training": "dscore-compression",
+        "eigenvalue": "dscore-compression",
     }
-    built |= {
-        "tensor_parallel": "./plugins/tensor_parallel` in",
-        "compile": "./plugins/compile` in a checkout",
-    }
-    built |= {
-        "expert_parallel": "./plugins/moe` in a checkout",
-        "elasticity": "pip install ./plugins/elasticity",
-    }
-    built |= dict.fromkeys(
-        ("hybrid_engine", "weight_quantization"), "./plugins/inference` in a checkout"
+    named_alike = (
+        "activation_checkpointing compile elasticity pipeline progressive_layer_drop"
+        " sparse_attention tensor_parallel"
     )
-    built |= dict.fromkeys(
-        ("data_efficiency", "curriculum_learning"), "./plugins/data_sampling` in a checkout"
-    )
-    built |= {
-        n: f"./plugins/{n}` in a checkout" for n in ("sparse_attention", "progressive_layer_drop")
-    }
-    built |= dict.fromkeys(
-        ("compression_training", "eigenvalue"), "./plugins/compression` in a checkout"
-    )
+    owners |= {each: f"dscore-{each.replace('_', '-')}" for each in named_alike.split()}
+    built = {key: f"pip install -c dist/constraints.txt {dist}`" for key, dist in owners.items()}
     assert built.get(name, "documented but not offered: ") in str(problem)
 
 

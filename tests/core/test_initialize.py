@@ -167,8 +167,7 @@ def test_config_sources_are_equivalent(tmp_path):
             {"type": "Lamb"},
             [
                 "served by dscore-optimizers",
-                "pip install ./plugins/run_state ./ops/kernel_kit ./plugins/access "
-                "./plugins/state_stores ./plugins/optimizer_kit ./plugins/optimizers",
+                "pip install -c dist/constraints.txt dscore-optimizers",
             ],
         ),
         ({"type": "no_such_package.Adam"}, ["optimizer.type", "No module named 'no_such_package'"]),

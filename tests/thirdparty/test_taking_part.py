@@ -344,6 +344,6 @@ def test_a_command_that_is_not_there_is_answered_with_why(write: Write) -> None:
     assert {done.exit_code for done in said.values()} == {2}
     assert (
         "is served by dscore-plan, which is not installed" in texts["plan"]
-        and "./plugins/plan" in texts["plan"]
+        and "dist/constraints.txt dscore-plan`" in texts["plan"]
     )
     assert "quarantined: plugin 'odd' (ds-odd 1.0" in texts["mine"]

@@ -113,8 +113,8 @@ def test_test_compares(dscore: Any) -> None:
         and "differs: accumulate by wrong, torch.float32 contiguous scaled" in bad.stdout
     )
     assert (
-        "nothing to compare; `pip install ./ops/comm_gloo ./ops/kernel_kit ./ops/inference_kit "
-        "./ops/cpu`" in dscore("test", entries=()).output
+        "nothing to compare; `pip install -c dist/constraints.txt dscore-ops-cpu`"
+        in dscore("test", entries=()).output
     )
 
 

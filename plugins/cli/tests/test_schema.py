@@ -142,14 +142,14 @@ def test_every_core_key_is_described() -> None:
             "dscore-tensor-parallel",
             "any value",
             "absent",
-            "./plugins/tensor_parallel`",
+            "pip install -c dist/constraints.txt dscore-tensor-parallel`",
         ),
         (
             "csv_monitor",
             "dscore-monitor-csv",
             None,
             "absent",
-            "pip install ./monitors/kit ./monitors/csv",
+            "pip install -c dist/constraints.txt dscore-monitor-csv`",
         ),
     ],
 )
