@@ -32,8 +32,9 @@ NOT_PROSE = re.compile(
 
 
 def prose(text: str) -> str:
-    """The text with a backtick for each character that is not prose; lines stay where they are."""
-    return NOT_PROSE.sub(lambda found: re.sub(r"[^\n]", "`", found.group()), text)
+    """The text with backticks for what is not prose and between paragraphs; lines keep their numbers."""
+    masked = NOT_PROSE.sub(lambda found: re.sub(r"[^\n]", "`", found.group()), text)
+    return re.sub(r"^$", "`", masked, flags=re.MULTILINE)
 
 
 def load_style(path: Path = STYLE) -> dict[str, Any]:

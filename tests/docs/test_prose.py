@@ -32,6 +32,7 @@ def linter() -> ModuleType:
         ("`goes on` and [a page](lab.md) and <!-- goes on -->\n", []),
         ("```text\nit goes on\n```\nIt goes on.\n", ["x.md:4:4"]),
         ("A word word.\n", ["x.md:1:3"]),
+        ("## A word\n\nA word.\n", []),
         ('Is quoted: "models of transformers", and a key\'s name.\n', ["x.md:1:13"]),
     ],
 )
