@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from building import build_wheels
-from distributions import DISTRIBUTIONS, ROOT
+from distributions import DISTRIBUTIONS, HOME, ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,7 +21,15 @@ else:
     import tomli as tomllib
 
 FILES = [folder / "pyproject.toml" for folder in (ROOT, *DISTRIBUTIONS)]
+DOCUMENTATION = tomllib.loads(FILES[0].read_text())["project"]["urls"]["Documentation"]
 PYTHONS = {f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)}
+COMMON = {
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+}
 RELATIVE = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 
@@ -29,6 +37,25 @@ def relative_links(text: str) -> list[str]:
     """Links of a page, outside of its code, that lead nowhere from another site."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     return RELATIVE.findall(prose)
+
+
+def by_number(classifier: str) -> list[tuple[int, str]]:
+    """3.9 comes before 3.10."""
+    parts = re.split(r" :: |\.", classifier)
+    return [(int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def urls(folder: Path) -> dict[str, str]:
+    """The links of a distribution: its folder in the repository, and pages that all share."""
+    root = folder == ROOT
+    place = HOME if root else f"{HOME}/tree/main/{folder.relative_to(ROOT).as_posix()}"
+    return {
+        "Homepage": place,
+        "Documentation": DOCUMENTATION,
+        "Source": place,
+        "Changelog": f"{HOME}/blob/main/CHANGELOG.md",
+        "Issues": f"{HOME}/issues",
+    }
 
 
 def test_relative_links_are_seen() -> None:
@@ -40,13 +67,17 @@ def test_every_distribution_says_what_pypi_shows(file: Path) -> None:
     project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
     assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
     assert (file.parent / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    assert {"Homepage", "Documentation", "Source", "Changelog", "Issues"} <= set(project["urls"])
-    assert set(project["classifiers"]) >= PYTHONS and project["requires-python"] == ">=3.10"
+    assert set(project["classifiers"]) >= PYTHONS | COMMON
+    assert project["requires-python"] == ">=3.10"
+    # The index shows Beta and Alpha side by side: all are Alpha until a GPU has been used.
+    (status,) = [c for c in project["classifiers"] if c.startswith("Development Status")]
+    assert status == "Development Status :: 3 - Alpha"
+    assert project["classifiers"] == sorted(project["classifiers"], key=by_number)
+    assert project["authors"] == project["maintainers"] == [{"name": "the ds_core developers"}]
+    assert project["urls"] == urls(file.parent)
     text = (file.parent / project["readme"]).read_text()
     assert relative_links(text) == []
-    for path in re.findall(
-        r"github\.com/dscore-train/ds_core/(?:blob|tree)/main/([^)#\s\"`]+)", text
-    ):
+    for path in re.findall(rf"{re.escape(HOME)}/(?:blob|tree)/main/([^)#\s\"`]+)", text):
         assert (ROOT / path).exists(), path
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KIT = "dscore-kernel-kit>=0.1,<0.2"
+KIT = "dscore-kernel-kit>=0.1.0,<0.2"
 TOOLS = ("pybind11>=2.12", "ninja>=1.11.1")
 
 

@@ -88,9 +88,11 @@ def _variables(kind: str, names: Names) -> dict[str, Any]:
 
 
 def _ours(*distributions: str) -> list[str]:
-    """Requirements; without a bound of the series that is installed: 0.1.3 -> ``>=0.1,<0.2``."""
+    """Requirements; one without a bound gets the version that is installed as its lowest, and
+    the next that may break: 0.1.3 -> ``>=0.1.3,<0.2``.
+    """
     major, minor = (int(part) for part in __version__.split(".")[:2])
-    series = f">={major}.{minor},<{major}.{minor + 1}"
+    series = f">={__version__},<{f'0.{minor + 1}' if major == 0 else major + 1}"
     return [dist if ">" in dist else dist + series for dist in distributions]
 
 
