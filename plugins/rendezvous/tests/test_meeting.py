@@ -54,15 +54,26 @@ def listener() -> Iterator[socket.socket]:
 
 
 def come(
-    store: Any, *processes: tuple[int, int], limit: timedelta = LONG, **options: Any
+    store: Any,
+    *processes: tuple[int, int],
+    limit: timedelta = LONG,
+    after: int = 0,
+    **options: Any,
 ) -> list[str]:
     """What becomes of processes (rank, world size), each on a thread of its own with a connection
     of its own.
+
+    after: rank 0 begins once so many notes are posted, and answers all of them.
     """
     said = [""] * len(processes)
 
+    def posted() -> int:
+        return int(store.add("ds_core/notes", 0))
+
     def one(at: int) -> None:
         place = Participant(*processes[at], LOOPBACK, store.port)
+        while place.number == 0 and posted() < after:
+            time.sleep(0.005)
         try:
             said[at] = meet(reach_store(place, LONG), place, limit, **options)
         except CommError as error:
@@ -92,13 +103,13 @@ def test_a_restart_is_not_disturbed_by_notes_of_processes_that_are_gone(store: A
 
 
 def test_different_world_sizes(store: Any) -> None:
-    for said in come(store, (0, 2), (1, 3), (2, 3)):
+    for said in come(store, (0, 2), (1, 3), (2, 3), after=2):
         assert "was started with WORLD_SIZE 3, but rank 0 (pid" in said
         assert "with 2; start all with the same" in said
 
 
 def test_a_rank_too_many(store: Any) -> None:
-    for said in come(store, (0, 3), (1, 3), (1, 3)):
+    for said in come(store, (0, 3), (1, 3), (1, 3), after=2):
         assert said.startswith("two processes are rank 1: pid")
 
 
@@ -167,7 +178,9 @@ def test_another_job_is_refused_and_this_one_goes_on(store: Any) -> None:
     answers: dict[str, list[str]] = {}
     threads = [
         threading.Thread(
-            target=lambda p=p, job=job: answers.update({job + str(p): come(store, p, job=job)})
+            target=lambda p=p, job=job: answers.update(
+                {job + str(p): come(store, p, job=job, after=2)}
+            )
         )
         for p, job in (((1, 2), "theirs"), ((0, 2), "ours"), ((1, 2), "ours"))
     ]
