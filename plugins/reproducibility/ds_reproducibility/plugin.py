@@ -29,7 +29,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
     """Compiled graphs end at each draw."""
     section = _section(config)
     if section is not None and section.dropout and config.has("compiles"):
-        why = "does not go with compile: a graph would end at each dropout, and be compiled anew"
+        why = "does not go with compile: a graph would end at each dropout, and be compiled again"
         yield Problem(
             "reproducibility.dropout",
             why,

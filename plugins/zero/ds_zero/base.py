@@ -168,7 +168,7 @@ class ZeroPartitioner(WeightOwner):
         if collects(optimizer) and self.section.zenflow is not None:
             raise UsageError(
                 f"zero_optimization.zenflow: {type(optimizer).__name__} needs more than single "
-                "elements of a parameter at once, and the host updates them at times of its own; "
+                "elements of a parameter at once, and the host updates them at other times; "
                 "use Adam or AdamW, or leave the section out"
             )
         self.updates.bind(optimizer)

@@ -40,7 +40,7 @@ REASONS: Mapping[str, str] = {
     "deepspeed.inference": _SERVING,
     "deepspeed.inference.quantization": "the section weight_quantization of dscore-inference",
     "deepspeed.io": "PyFileWriter, MockFileWriter and FastFileWriter are what programs use of it",
-    "deepspeed.launcher": "`dscore run` starts processes; the launchers are packages of their own",
+    "deepspeed.launcher": "`dscore run` starts processes; the launchers are separate packages",
     "deepspeed.linear": "OptimizedLinear, LoRAConfig and Init are what programs use of it",
     "deepspeed.model_implementations": "init_inference with replace_with_kernel_inject knows "
     "families by itself",
@@ -75,7 +75,7 @@ REASONS: Mapping[str, str] = {
     "deepspeed.runtime.zero": _INSIDE,
     "deepspeed.sequence": "the section sequence_parallel (dscore-sequence-parallel) divides attention "
     "and losses by itself",
-    "deepspeed.utils": "a helper of DeepSpeed's own",
+    "deepspeed.utils": "a DeepSpeed helper",
     "deepspeed.utils.tensor_fragment": "safe_get_full_fp32_param and its kin of dscore-access",
     "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint and its kin are "
     "offered",
