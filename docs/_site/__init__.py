@@ -26,7 +26,11 @@ TRAIN = (
     "compression checkpoints migrate"
 )
 WATCH = "monitors reports profiling is-my-run-right when-ranks-disagree"
-EXTEND = "plugins kernels architecture checkpoint-format decisions/index"
+EXTEND = (
+    "plugins plugins/config plugins/optimizers plugins/watching plugins/training plugins/models "
+    "plugins/sharding plugins/states plugins/devices plugins/commands plugins/own-hooks "
+    "plugins/publishing kernels architecture checkpoint-format decisions/index"
+)
 REFERENCE = (
     "glossary reference/configuration errors reference/messages reference/hooks "
     "reference/api/index "

@@ -86,8 +86,8 @@ def hook_pages(root: Path) -> dict[str, str]:
         if name in callers:
             facts.append("- Called by: " + ", ".join(f"`{module}`" for module in callers[name]))
         if name in recipes:
-            title, slug = recipes[name]
-            facts.append(f"- Example: [{title}](../plugins.md#{slug})")
+            title, page = recipes[name]
+            facts.append(f"- Example: [{title}](../{page})")
         if name in users:
             facts.append(
                 "- Used by: " + ", ".join(f"[{dist}](packages/{dist}.md)" for dist in users[name])
@@ -111,14 +111,16 @@ def _is_hook(node: ast.stmt) -> bool:
 
 
 def _recipes(root: Path) -> dict[str, tuple[str, str]]:
-    """Hook -> title and anchor of the first recipe in docs/plugins.md that defines it."""
+    """Hook -> title and page of the first recipe that defines it, in the order of docs/plugins.md."""
     found: dict[str, tuple[str, str]] = {}
-    for section in (root / "docs/plugins.md").read_text().split("\n## ")[1:]:
-        title = section.partition("\n")[0]
-        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        for name in re.findall(r"^def (ds_\w+)\(", section, re.MULTILINE):
-            if "ds_config" not in name or name == "ds_config_formats" or name not in found:
-                found.setdefault(name, (title, slug))
+    chooser = (root / "docs/plugins.md").read_text()
+    for name in dict.fromkeys(re.findall(r"\(plugins/([\w-]+)\.md#", chooser)):
+        file = root / "docs/plugins" / f"{name}.md"
+        for section in file.read_text().split("\n## ")[1:]:
+            title = section.partition("\n")[0]
+            slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            for hook in re.findall(r"^def (ds_\w+)\(", section, re.MULTILINE):
+                found.setdefault(hook, (title, f"plugins/{file.name}#{slug}"))
     return found
 
 

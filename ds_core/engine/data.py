@@ -25,7 +25,7 @@ class Loader(Protocol):
 
     Iterating again starts the next epoch. Making one reads no sample: some ranks never iterate
     theirs. Batches of unequal size carry a weight, since losses are averaged with equal ones; see
-    docs/plugins.md. A loader may also have:
+    docs/plugins/training.md. A loader may also have:
 
     - ``len()``: batches per epoch on this rank. Leave it out if that is unknown.
     - ``set_epoch(epoch)``: the next pass is that epoch; a position within it that was loaded is

@@ -43,7 +43,10 @@ RECIPE = re.compile(
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
 PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY, KEYS)
 PAGES = sorted(
-    page.name for page in DOCS.glob("*.md") if any(part.search(page.read_text()) for part in PARTS)
+    page.relative_to(DOCS).as_posix()
+    for folder in (DOCS, DOCS / "plugins")
+    for page in folder.glob("*.md")
+    if any(part.search(page.read_text()) for part in PARTS)
 )
 
 
@@ -184,8 +187,35 @@ def test_there_are_generated_pages() -> None:
         "deepspeed-keys.md",
         "deepspeed-names.md",
         "migrate.md",
-        "plugins.md",
+        "plugins/watching.md",
     } <= set(PAGES)
+
+
+def test_every_kind_has_a_recipe_where_its_readme_points() -> None:
+    from ds_new.kinds import KINDS
+
+    for kind, about in KINDS.items():
+        text = (DOCS / "plugins" / f"{about.page}.md").read_text()
+        part = next((p for p in text.split("\n## ") if p.startswith(f"{about.title}\n")), "")
+        assert f"<!-- recipe {kind} " in part, f"docs/plugins/{about.page}.md, {about.title!r}"
+
+
+def test_the_chooser_has_every_kind() -> None:
+    """docs/plugins.md: its hooks, its kit and its page."""
+    from ds_new.kinds import KINDS
+
+    text = (DOCS / "plugins.md").read_text()
+    rows = dict(re.findall(r"^\| [^|]+ \| `([\w-]+)` (\|.*)$", text, re.MULTILINE))
+    assert set(rows) == set(KINDS)
+    for kind, about in KINDS.items():
+        hooks = re.findall(r"\[`(ds_\w+)`\]", rows[kind])
+        assert set(hooks) == set(about.hooks) or (
+            kind == "observer" and set(hooks) < set(about.hooks)
+        )
+        assert f"[{about.title}](plugins/{about.page}.md#" in rows[kind], kind
+        (kit,) = re.findall(r"`(\w+Conformance)`", rows[kind])
+        part = (DOCS / "plugins" / f"{about.page}.md").read_text().split(f"## {about.title}\n")[1]
+        assert f"{kit}`" in part.partition("\n## ")[0], f"{kind}: {kit} is not named on its page"
 
 
 @pytest.mark.parametrize("page", PAGES)

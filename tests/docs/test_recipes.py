@@ -1,6 +1,6 @@
 """The plugins in README.md and architecture.md can be installed and pass their kits.
 
-Those in plugins.md are what ``dscore new plugin`` writes; ``plugins/new/tests`` builds, installs
+Those in docs/plugins are what ``dscore new plugin`` writes; ``plugins/new/tests`` builds, installs
 and tests every kind.
 """
 

@@ -83,6 +83,7 @@ def _variables(kind: str, names: Names) -> dict[str, Any]:
         "group": "ds_core.plugins" if about.section else "ds_core.backends",
         "dependencies": _ours("dscore-train", *about.needs),
         "test_dependencies": [*_ours("dscore-testing", *about.test_needs), *TOOLS],
+        "page": about.page,
         "anchor": re.sub(r"[^a-z0-9 -]", "", about.title.lower()).replace(" ", "-"),
     }
 

@@ -353,8 +353,8 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
-    """Use another accelerator from now on; one of your own is a plugin of ds_core (docs/plugins.md,
-    An accelerator).
+    """Use another accelerator from now on; one of your own is a plugin
+    (docs/plugins/devices.md).
     """
     if not isinstance(accel_obj, DeepSpeedAccelerator):
         raise TypeError(
