@@ -6,7 +6,12 @@ A page that is not named here has nothing but an empty folder and one process.
 
 from __future__ import annotations
 
-WORLDS = {"docs/moe.md": 2, "docs/pipeline.md": 2, "plugins/pipeline/README.md": 2}
+WORLDS = {
+    "docs/how-it-works.md": 2,
+    "docs/moe.md": 2,
+    "docs/pipeline.md": 2,
+    "plugins/pipeline/README.md": 2,
+}
 """Page -> how many ranks run it, where it is not one."""
 
 SLOW = {"docs/autoep.md"}
@@ -84,6 +89,7 @@ def loss_of(engine, texts, rewards):
     chosen = logits.gather(-1, texts[:, 1:, None]).squeeze(-1).mean(1)
     return -(chosen * (rewards - rewards.mean())).mean()
 """,
+    "docs/how-it-works.md": TORCH,
     "docs/inference.md": TINY_LLAMA
     + """
 from transformers import AutoConfig

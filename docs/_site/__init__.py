@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 
 START = "tutorials/train-my-script tutorials/add-a-plugin tutorials/write-an-accelerator"
 TRAIN = (
-    "training configuration running clusters data-sampling choosing-a-stage autotuning optimizers "
+    "how-it-works training configuration running clusters data-sampling choosing-a-stage autotuning optimizers "
     "pipeline moe autoep "
     "compression checkpoints migrate"
 )
