@@ -160,6 +160,21 @@ pathlib.Path("config.json").write_text(json.dumps({"train_micro_batch_size_per_g
     "plugins/access/README.md": ENGINE + "loss = engine(x, y)\n",
     "plugins/checkpoint/README.md": ENGINE,
     "plugins/checkpoint_deepspeed/README.md": ENGINE + DEEPSPEED_CHECKPOINT,
+    "plugins/evaluation/README.md": TORCH
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs, labels):
+        return self.layer(inputs)
+
+validation_data = [{"inputs": torch.randn(4), "labels": i % 3} for i in range(7)]
+validation_data = torch.utils.data.ConcatDataset([validation_data])
+engine = ds_core.initialize(model=Net(), config={"train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}})[0]
+""",
     "plugins/elasticity/README.md": ENGINE
     + """
 import json, pathlib

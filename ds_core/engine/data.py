@@ -99,11 +99,11 @@ class DistributedLoader:
         # Batches that the running pass has yielded, and that the next one is to leave out.
         self.position = self._skip = 0
         self._generator = torch.Generator()
-        self._sampler: Sampler[Any] | None = None
+        self.sampler: Sampler[Any] | None = None
         if not isinstance(dataset, IterableDataset):
             if len(dataset) == 0:
                 raise UsageError("training_data is empty")
-            self._sampler = request.sampler or DistributedSampler(
+            self.sampler = request.sampler or DistributedSampler(
                 dataset,
                 request.replicas,
                 request.index,
@@ -121,13 +121,13 @@ class DistributedLoader:
 
     def _build(self) -> None:
         self._batches: _Batches | None = None
-        if self._sampler is None:
+        if self.sampler is None:
             options: dict[str, Any] = {
                 "batch_size": self.batch_size,
                 "drop_last": self._request.drop_last,
             }
         else:
-            self._batches = _Batches(self._sampler, self.batch_size, self._request.drop_last)
+            self._batches = _Batches(self.sampler, self.batch_size, self._request.drop_last)
             options = {"batch_sampler": self._batches}
         self._loader: DataLoader[Any] = DataLoader(
             self._request.dataset,
@@ -149,7 +149,7 @@ class DistributedLoader:
         # Its own generator keeps torch's global one, and so a resumed run, untouched by how often a
         # loader starts.
         self._generator.manual_seed(self._request.seed + self.epoch)
-        if (set_epoch := getattr(self._sampler, "set_epoch", None)) is not None:
+        if (set_epoch := getattr(self.sampler, "set_epoch", None)) is not None:
             set_epoch(self.epoch)
         if self._batches is not None:
             self._batches.skip, skip = skip, 0

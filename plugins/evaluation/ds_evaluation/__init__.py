@@ -1,0 +1,1 @@
+"""Metrics of a model over a data set, the same on any number of ranks: ``engine.evaluate``."""
