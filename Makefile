@@ -14,6 +14,7 @@
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make release-check  all of these, one after the other; how each ended is kept in benchmarks/release-check.md
+#   make release VERSION=x  a checked release in dist/, with its commit and tag; uploads nothing (RELEASING.md). DRY=1 tries it
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make release-notes  what changes/ becomes in CHANGELOG.md; WRITE=1 moves it there
@@ -50,7 +51,7 @@ PYTEST := $(PY) -m pytest
 
 ARGS ?=
 
-.PHONY: setup quickstart test changed test-all test-matrix test-wheels test-versions test-frontends test-programs test-monitors test-hosts release-check lint pytest wheels bench docs catalogue release-notes clean help
+.PHONY: setup quickstart test changed test-all test-matrix test-wheels test-versions test-frontends test-programs test-monitors test-hosts release-check release lint pytest wheels bench docs catalogue release-notes clean help
 
 setup: $(STAMP)
 
@@ -187,6 +188,17 @@ $(BUILD)/.ready: constraints.txt
 wheels: $(BUILD)/.ready
 	@$(BUILD)/bin/python .ci/build.py dist
 	@echo 'pip install -c dist/constraints.txt "dscore-train[standard]"'
+
+# What is not needed before a release: .ci/requirements.txt. DRY=1 leaves this tree as it is, SKIP_TESTS=1 runs no test-wheels.
+RELEASE_STAMP := $(VENV)/.release-$(shell cat constraints.txt .ci/requirements.txt | cksum | tr -c '0-9\n' '-')
+
+$(RELEASE_STAMP): $(STAMP)
+	@$(PIP) -r .ci/requirements.txt
+	@rm -f $(VENV)/.release-* && touch $@
+
+release: $(RELEASE_STAMP)
+	@test -n '$(VERSION)' || { echo "release: say which: make release VERSION=0.2.0"; exit 2; }
+	@$(PY) .ci/release.py '$(VERSION)' $(if $(DRY),--dry-run) $(if $(SKIP_TESTS),--skip-tests) $(ARGS)
 
 bench: $(STAMP)
 	@for bench in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do echo "== $$bench"; $(PY) $$bench; done

@@ -1,7 +1,7 @@
 """Build the distributions of this repository.
 
     python .ci/build.py dist              wheels to install from a clone, and dist/constraints.txt
-    python .ci/build.py dist --release    wheels and sdists to publish
+    python .ci/build.py dist --binary 0.2.0     wheels with compiled libraries; needs a C++ compiler
 
 Wheels of a clone have a local version (0.1.0+g1b2c3d4). An index of packages refuses such versions, so
 
@@ -66,8 +66,14 @@ def config_of(folder: Path, number: str) -> dict[str, Any]:
     project = config["project"]
     project["version"] = number
     if "version" in project.get("dynamic", ()):
-        project["dynamic"] = [name for name in project["dynamic"] if name != "version"]
+        project["dynamic"].remove("version")
     return config
+
+
+def compiles(folder: Path) -> bool:
+    """Whether a distribution can put compiled libraries into its wheel."""
+    hooks = config_of(folder, "0")["tool"]["hatch"]["build"]["targets"]["wheel"].get("hooks", {})
+    return "extensions" in hooks.get("custom", {})
 
 
 def build(
@@ -109,20 +115,21 @@ def write_constraints(wheels: Iterable[Path], file: Path) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Build into a folder, which is emptied."""
+    """Build into a folder, which is emptied but for --binary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--root", type=Path, default=ROOT)
-    parser.add_argument("--release", action="store_true", help="sdists too, with the plain version")
+    parser.add_argument("--binary", metavar="VERSION", help="compile; nothing else is built")
     options = parser.parse_args(words)
     root, out = options.root.absolute(), options.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    if options.release:
-        built = build(folders(root), out, version(root), ("sdist", "wheel"))
+    if options.binary:
+        os.environ["DS_BUILD_OPS"] = "1"  # ds_kernel_kit.wheels reads it
+        built = build(filter(compiles, folders(root)), out, options.binary)
     else:
+        shutil.rmtree(out, ignore_errors=True)
         built = build(folders(root), out, local_version(root))
         write_constraints(built, out / "constraints.txt")
-    print(f"{len(built)} files of {len(folders(root))} distributions in {options.out}")
+    print(f"{len(built)} wheels of {len(folders(root))} distributions in {options.out}")
     return 0
 
 

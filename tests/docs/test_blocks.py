@@ -95,31 +95,6 @@ def test_configs_are_right(page: Path) -> None:
             compose(dict(config), fill_later=True)
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.language == "sh" for b in blocks(p))], ids=name_of
-)
-def test_what_pip_installs_is_here(page: Path) -> None:
-    ours = {
-        re.search(r'^name = "(.+)"', file.read_text(), re.MULTILINE)[1]
-        for part in ("plugins", "ops", "monitors")
-        for file in ROOT.glob(f"{part}/*/pyproject.toml")
-    }  # type: ignore[index]
-    for words in (
-        words for block in blocks(page) if block.language == "sh" for words in commands(block)
-    ):
-        if words[:2] == ["pip", "install"]:
-            for word in [
-                w
-                for w in words[2:]
-                if not w.startswith("-") and words[words.index(w) - 1] != "--find-links"
-            ]:
-                name = word.partition("[")[0]
-                known = (ROOT / name / "pyproject.toml").exists() or name in ours | {"dscore-train"}
-                assert known, (
-                    f"{name_of(page)}: {shlex.join(words)}: {word} is no distribution of ours"
-                )
-
-
 def run_blocks(name: str, folder: str, slow: bool) -> None:
     """Run the blocks of the page `name` in `folder`, in this process. slow: those marked so,
     too."""

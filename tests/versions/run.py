@@ -21,10 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from building import build_wheels
 from distributions import DISTRIBUTIONS, ROOT
 from ds_testing.processes import clean_environment, run
 from packaging.version import Version
+
+sys.path.insert(0, str(ROOT / ".ci"))
+
+import build as builder
 
 HERE = Path(__file__).parent
 PAGE = ROOT / "docs" / "versions.md"
@@ -105,7 +108,14 @@ def install(place: Path, wheels: Path, python: str, torch: str, lowest: str) -> 
     run([*pip, f"torch=={torch}"], timeout=1200)
     bounds = ["-c", str(lower_bounds(place / "bounds.txt"))] if lowest else []
     run(
-        [*pip, "--find-links", str(wheels), *bounds, "dscore-train[standard]", "dscore-testing"],
+        [
+            *pip,
+            "-c",
+            str(wheels / "constraints.txt"),
+            *bounds,
+            "dscore-train[standard]",
+            "dscore-testing",
+        ],
         timeout=600,
     )
     run([here, "-m", "pip", "check"])
@@ -206,7 +216,7 @@ def main() -> None:
     reference: list[float] | None = None
     with tempfile.TemporaryDirectory(prefix="versions-", dir=ROOT) as folder:
         wheels = Path(folder, "wheels")
-        build_wheels([ROOT, *DISTRIBUTIONS], wheels)
+        builder.main([str(wheels)])
         for python, torch, lowest in VERSIONS:
             if args.only not in (None, python):
                 continue

@@ -1,7 +1,7 @@
 """docs/tutorials/add-a-plugin.md does what it shows: its commands in order, from wheels, in an
 empty environment.
 
-``python tests/wheels/test_newcomer.py`` runs it and writes the files and the output into the page.
+``PYTHONPATH=tests python tests/wheels/test_newcomer.py`` runs it and writes the files and the output into the page.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from building import build_wheels
 from distributions import DISTRIBUTIONS, ROOT
 from ds_testing.processes import clean_environment, run
 from pages import DOCS, blocks
+
+sys.path.insert(0, str(ROOT / ".ci"))
+
+import build as builder
 
 PAGE = DOCS / "tutorials" / "add-a-plugin.md"
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
@@ -47,7 +50,8 @@ def show_foundations(folder: Path) -> None:
 
 def played(folder: Path) -> str:
     """The page with the files and the output that its commands make in `folder`."""
-    build_wheels([ROOT, *DISTRIBUTIONS], folder / "dist")
+    wheels = builder.build([ROOT, *DISTRIBUTIONS], folder / "dist", f"{builder.version()}+clone")
+    builder.write_constraints(wheels, folder / "dist" / "constraints.txt")
     (folder / "wrong.json").write_text(next(b.text for b in blocks(PAGE) if "patients" in b.text))
     settings = {
         "PIP_NO_INDEX": "1",

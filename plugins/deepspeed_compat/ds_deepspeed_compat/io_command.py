@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ds_core.catalogue import install
+
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -39,7 +41,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         speeds = measured(given, folders)
     except ModuleNotFoundError as error:
-        sys.exit(f"ds_io: {error}; it measures what dscore-nvme does: pip install dscore-nvme")
+        how = install("dscore-nvme")
+        sys.exit(f"ds_io: {error}; it measures what dscore-nvme does: {how}")
     except OSError as error:
         sys.exit(f"ds_io: {error}")
     what = "read" if given.read else "write"

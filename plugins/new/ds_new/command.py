@@ -54,10 +54,12 @@ def plugin(
         typer.echo(f"  {file}")
     where = shlex.quote(str(target))
     typer.echo(
-        f"\n{names.name}, {KINDS[kind].meaning}. Next:\n"
-        f"  pip install -e {where}\n"
+        f"\n{names.name}, {KINDS[kind].meaning}."
+        " Next, with DS_CORE=a clone of ds_core after `make wheels`:\n"
+        f'  pip install -c "$DS_CORE/dist/constraints.txt" -e {where}\n'
         f"  dscore run {where}/example/train.py\n"
-        f"  pip install -e {shlex.quote(f'{target}[test]')} && pytest {where}"
+        f'  pip install -c "$DS_CORE/dist/constraints.txt" -e {shlex.quote(f"{target}[test]")}\n'
+        f"  pytest {where}"
     )
 
 

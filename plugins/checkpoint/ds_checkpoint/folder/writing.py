@@ -178,8 +178,10 @@ def publish(job: SaveJob) -> None:
 def _readme(tag: str) -> bytes:
     return f"""# A checkpoint of ds_core
 
-Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. With
-dscore-checkpoint and dscore-cli installed (`pip install dscore-checkpoint dscore-cli`), in the folder above this one:
+Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. These commands need
+dscore-checkpoint and dscore-cli
+(`pip install -c dist/constraints.txt dscore-checkpoint dscore-cli` in a clone of ds_core, after `make wheels`);
+run them in the folder above this one:
 
     dscore checkpoint inspect {tag}
     dscore checkpoint verify {tag}

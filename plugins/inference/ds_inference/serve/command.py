@@ -116,4 +116,8 @@ def _check_extra() -> None:
     """Raise CommandError where the extra ``serve`` is missing: all but this command works then."""
     needed = ("uvicorn", "starlette", "transformers", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise CommandError(f"missing: {', '.join(missing)}; pip install 'dscore-inference[serve]'")
+        raise CommandError(
+            f"missing: {', '.join(missing)}; "
+            "`pip install -c dist/constraints.txt 'dscore-inference[serve]'`"
+            " in a clone of ds_core, after `make wheels`"
+        )
