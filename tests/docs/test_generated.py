@@ -2,10 +2,10 @@
 
 A ``console`` block that begins with ``$ dscore ...`` holds a command and all that it prints. The
 table of layers in architecture.md has import-linter's layers and each module's first line, the one
-of names in migrate.md the table of dscore-deepspeed-compat; those of keys in deepspeed-keys.md are of
-the config models. Between ``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new
-plugin`` writes: all modules, or those that are named after it. ``python
-tests/docs/test_generated.py`` writes all of them anew.
+of names in migrate.md the table of dscore-deepspeed-compat. Those of keys in deepspeed-keys.md and
+keys.md are of the config models; packages.md has every distribution with its extras. Between
+``<!-- recipe KIND NAME -->`` and its end stands what ``dscore new plugin`` writes: all modules, or
+those that are named after it. ``python tests/docs/test_generated.py`` writes all of them anew.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ RECIPE = re.compile(
     r"<!-- recipe ([\w-]+) ([\w-]+)((?: \w+\.py)*) -->\n.*?<!-- /recipe -->", re.DOTALL
 )
 BLOCK = re.compile(r"```console\n\$ (dscore [^\n]+)\n(.*?)```", re.DOTALL)
-PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY, KEYS)
+PACKAGES = re.compile(r"<!-- packages -->\n.*?<!-- /packages -->", re.DOTALL)
+ALL_KEYS = re.compile(r"<!-- all keys -->\n.*?<!-- /all keys -->", re.DOTALL)
+PARTS = (BLOCK, LAYERS, NAMES, RECIPE, EVERY, KEYS, PACKAGES, ALL_KEYS)
 PAGES = sorted(
     page.relative_to(DOCS).as_posix()
     for folder in (DOCS, DOCS / "plugins")
@@ -171,11 +173,24 @@ def every_name() -> str:
     return "\n".join([*lines, "", "<!-- /every name -->"])
 
 
+def site_table(part: str) -> str:
+    """The tables of packages or of keys, from the makers of the site."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        from _site.tables import key_tables, package_tables
+    finally:
+        sys.path.remove(str(DOCS))
+    text = package_tables(ROOT) if part == "packages" else key_tables()
+    return f"<!-- {part} -->\n\n{text}\n\n<!-- /{part} -->"
+
+
 def generated(text: str) -> str:
     """The page `text` with every generated part as it is now."""
     text = RECIPE.sub(recipe, text)
     text = EVERY.sub(lambda _: every_name(), text)
     text = KEYS.sub(lambda _: every_key(), text)
+    text = PACKAGES.sub(lambda _: site_table("packages"), text)
+    text = ALL_KEYS.sub(lambda _: site_table("all keys"), text)
     text = NAMES.sub(lambda _: names(), LAYERS.sub(lambda _: layers(), text))
     return BLOCK.sub(lambda found: f"```console\n$ {found[1]}\n{printed(found[1])}```", text)
 
@@ -186,7 +201,9 @@ def test_there_are_generated_pages() -> None:
         "choosing-a-stage.md",
         "deepspeed-keys.md",
         "deepspeed-names.md",
+        "keys.md",
         "migrate.md",
+        "packages.md",
         "plugins/watching.md",
     } <= set(PAGES)
 
