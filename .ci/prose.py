@@ -1,7 +1,12 @@
-"""Reads the project's texts with proselint and docs/style.toml: `prose.py`, or `prose.py FILE ...`."""
+"""Reads the project's texts with proselint and docs/style.toml: `prose.py`, or `prose.py FILE ...`.
+
+Of Python files the docstrings are read.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +42,18 @@ def prose(text: str) -> str:
     return re.sub(r"^$", "`", masked, flags=re.MULTILINE)
 
 
+def docstrings(source: str) -> str:
+    """The docstrings of a module, on their lines; all other lines are empty."""
+    lines = source.splitlines()
+    kept = [""] * len(lines)
+    for node in ast.walk(ast.parse(source)):
+        for found in node.body if isinstance(getattr(node, "body", None), list) else ():
+            if isinstance(found, ast.Expr) and isinstance(found.value, ast.Constant):
+                span = slice(found.lineno - 1, found.end_lineno)
+                kept[span] = lines[span]
+    return "\n".join(kept)
+
+
 def load_style(path: Path = STYLE) -> dict[str, Any]:
     """Sections `files`, `phrases` and `terms`."""
     return tomllib.loads(path.read_text())
@@ -58,8 +75,9 @@ def make_checks(style: dict[str, Any]) -> tuple[Check, ...]:
 
 
 def find_texts(style: dict[str, Any]) -> list[Path]:
-    """The Markdown files that git knows or would take, without those of `files.skip`."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    """The files of `files.read` that git knows or would take, without those of `files.skip`."""
+    files = style["files"]["read"]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *files]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     skipped = style["files"]["skip"]
     names = [n for n in listed.splitlines() if not any(fnmatch(n, pattern) for pattern in skipped)]
@@ -90,11 +108,11 @@ def main(argv: list[str]) -> int:
     style = load_style()
     register(style)
     texts = [Path(name).resolve() for name in argv] or find_texts(style)
-    faults = [
-        fault
-        for path in texts
-        for fault in find_faults(path.read_text(), str(path.relative_to(ROOT)), style)
-    ]
+    faults = []
+    for path in texts:
+        text = path.read_text()
+        text = docstrings(text) if path.suffix == ".py" else text
+        faults += find_faults(text, os.path.relpath(path, ROOT), style)
     print("\n".join(faults) if faults else f"{len(texts)} texts read: docs/style.toml is kept")
     return int(bool(faults))
 

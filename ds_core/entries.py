@@ -184,8 +184,8 @@ class OptimizerEntry(_Record):
     (values over all tensors); None when unknown. Where ranks have parts of what it needs whole,
     `initialize` refuses."""
     groups: Ref | None = None
-    """For one that treats parameters differently by name or shape: called before anything is
-    partitioned, as ``groups(param_groups, names, **params)`` with the names of parameters, and
+    """For one that treats parameters differently by name or shape: called before anything is sharded,
+    as ``groups(param_groups, names, **params)`` with the names of parameters, and
     gives the groups to use."""
     partitioner: Ref | None = None
     """For one that reduces gradients by itself: reference to a function ``ctx -> Partitioner`` that
@@ -317,7 +317,7 @@ class Phase(IntEnum):
 class Transform(_Record):
     """One step model -> model; transforms of one phase run in plugin-name order.
 
-    For each change `apply` gives ``ctx.undo`` a step that takes it back: after `Engine.destroy` the
+    For each change `apply` gives ``ctx.undo`` a step that undoes it: after `Engine.destroy` the
     model that was given is as it was, but for the values, the dtype and the device of its tensors.
     """
 

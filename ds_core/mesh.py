@@ -108,7 +108,7 @@ class Mesh:
 
         Collective over the world; torch.distributed must be initialised.
 
-        own: a group of its own also where the default group would do, which no other code uses.
+        own: a separate group also where the default group would do, which no other code uses.
         """
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The group of one rank, which needs no process group of torch's."""
+"""The group of one rank, which needs no torch process group."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def complete(
 ) -> tuple[int, int, int]:
     """Fill in what was not given, by floor division; the result may still be inconsistent.
 
-    Raises ConfigError when neither the train nor the micro batch size is given.
+    Raises ConfigError when neither the train nor the micro-batch size is given.
     """
     if train is not None and micro is not None:
         return train, micro, (train // micro) // dp_world if gas is None else gas

@@ -169,7 +169,7 @@ def locate(model: Any, loc: Sequence[str | int], data: Any = None) -> Place:
 
 
 def _enter(place: Place, hint: Any, key: str | int) -> None:
-    """Go on to the value under `key`.
+    """Move on to the value under `key`.
 
     hint: the type of the value that `place` is at, without what is around it.
     """

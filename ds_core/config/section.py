@@ -91,15 +91,15 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 
 
 def is_class(hint: Any, *kinds: type) -> bool:
-    """Whether `hint` is a subclass of one of `kinds`; list[int] is none, though Python 3.10 takes
-    it for a class.
+    """Whether `hint` is a subclass of one of `kinds`; list[int] is none, though it is a class in Python
+    3.10.
     """
     return get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, kinds)
 
 
 class Trait:
-    """What a section says of a run, for other plugins to ask by `RunConfig.has`; a plugin may have
-    words of its own.
+    """What a section says of a run, for other plugins to ask by `RunConfig.has`; a plugin may define
+    others.
     """
 
     PARTITIONS_STATES = "partitions_states"

@@ -66,14 +66,14 @@ class Checkpointer(ABC):
 
     @property
     def saving(self) -> bool:
-        """Whether the last save still goes on, until `wait`. The same on all ranks."""
+        """Whether the last save is still in progress, until `wait`. The same on all ranks."""
         return False
 
     @abstractmethod
     def save(self, engine: RunningEngine, folder: Folder, options: SaveOptions) -> None:
         """Save all that a resumed run needs below `folder`.
 
-        It may go on after this has returned, until `wait`.
+        It may continue after this has returned, until `wait`.
         """
 
     @abstractmethod

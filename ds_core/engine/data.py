@@ -50,7 +50,7 @@ class Loader(Protocol):
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from `state` at the next iteration."""
+        """Resume from `state` at the next iteration."""
         ...
 
 
@@ -167,8 +167,8 @@ class DistributedLoader:
             self._skip = 0
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Samples per batch from the next iteration on, which goes on where this one is (rounded
-        down to a batch).
+        """Samples per batch from the next iteration on, which continues at the position of this one
+        (rounded down to a batch).
         """
         place = self.state_dict()
         self.batch_size = batch_size
@@ -185,8 +185,8 @@ class DistributedLoader:
         return {"epoch": self.epoch, "batches": self.position, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from `state` at the next iteration; with another batch size or world size at the
-        same sample.
+        """Resume from `state` at the next iteration; with another batch size or world size at the same
+        sample.
         """
         self.epoch = int(state["epoch"])
         self._skip = int(state["samples"]) // (self.batch_size * self._request.replicas)

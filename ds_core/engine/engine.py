@@ -1,6 +1,6 @@
 """The engine: forward, backward, step.
 
-It knows no feature; a partitioner, a runner and hooks do the work.
+It contains no feature; a partitioner, a runner and hooks do the work.
 
 One step: gradients are final (`Partitioner.finish`) -> norm, the same on all ranks -> not finite:
 skip -> unscale and clip in one pass -> optimizer -> publish -> schedule -> observers and monitors.

@@ -83,7 +83,7 @@ class RunningEngine(ABC):
         """Run `backward`, whose losses are multiplied by `loss_factor`; `reduce_gradients` ends the
         batch.
 
-        keep_local: partitioned gradients stay with this rank until then. Ranks may call it at
+        keep_local: sharded gradients stay with this rank until then. Ranks may call it at
         different times, and differently often.
         """
 
@@ -144,7 +144,7 @@ class RunningEngine(ABC):
         return self._norm
 
     def log(self, values: Mapping[str, float | Tensor], step: int | None = None) -> None:
-        """Give metrics of yours to monitors: numbers or 0-d tensors by name, at `step`, by default
+        """Give your metrics to monitors: numbers or 0-d tensors by name, at `step`, by default
         `global_samples`.
         """
         at = self.global_samples if step is None else step

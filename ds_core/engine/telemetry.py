@@ -329,7 +329,7 @@ class Telemetry:
 
     def step_end(self, engine: RunningEngine) -> Request | None:
         """An optimizer step is done or was skipped, and counters are up to date; returns what all
-        ranks shall do now.
+        ranks are to do now.
 
         Collective where a plugin implements `ds_request` or `ds_metrics`.
         """

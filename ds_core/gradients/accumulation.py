@@ -216,7 +216,7 @@ class Accumulation:
     """
 
     plan: BackwardPlan
-    """Of the next backward, unless a runner has one of its own."""
+    """Of the next backward, unless a runner has another one."""
 
     def __init__(
         self, ctx: Context, partitioner: Partitioner, hooks: GradientHooks, batches: Batches
@@ -340,7 +340,7 @@ class Accumulation:
 
     def drop_gradients(self) -> None:
         """Drop the gradients of the optimizer's parameters, and how they came about; the window
-        goes on counting.
+        continues counting.
         """
         self._partitioner.zero_grad()
         self._window.drop()

@@ -46,7 +46,7 @@ class GradientHooks:
     engine: weakref.ref[RunningEngine]
     """Weak, since hooks on a model may outlive a forgotten engine."""
     serial: int
-    """Numbers the engines of the process, alike on all ranks."""
+    """Numbers the engines of the process, equally on all ranks."""
 
     # -- where they come from
     window: Window

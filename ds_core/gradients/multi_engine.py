@@ -2,13 +2,13 @@
 models of several.
 
 [Note: joint losses] Which engines a backward came to, and in which order, may differ between ranks;
-reductions must not. So each engine but the first has process groups of its own, and after a
+reductions must not. So each engine but the first has its own process groups, and after a
 backward ranks agree which engines took part on any of them, and finish the reductions of those:
 first the one whose `backward` it was, then the others in the order in which they were made. With
 one engine none of this happens.
 
 [Note: backwards of a runner] The stages of a pipeline run backwards at different times, and each
-waits for messages of others in between: agreeing after each of them would wait for ever. So what a
+waits for messages of others in between: agreeing after each of them would deadlock. So what a
 runner runs by `run_backward` is agreed on once, when the batch is over.
 """
 

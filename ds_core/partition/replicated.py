@@ -2,7 +2,7 @@
 
 [Note: one reduction per boundary] Micro-batches accumulate into ``param.grad``. In a backward whose
 plan is to `reduce`, a gradient that is ready goes into its bucket, and a full bucket is reduced
-while backward goes on; `finish` waits. Buckets are reduced in one fixed order on all ranks. A
+while backward runs; `finish` waits. Buckets are reduced in one fixed order on all ranks. A
 second backward at the same boundary needs no special case: what is already averaged is the same on
 a parameter's replicas, so averaging it over them again together with the new local part changes
 nothing. That holds for an average over the replicas only. Where those are fewer than dp has ranks,

@@ -33,7 +33,7 @@ specification.
 
 CORE_HOOKS: dict[str, Any] = {n: f for n, f in vars(hookspecs).items() if n.startswith("ds_")}
 OBSERVERS = tuple(n for n, f in CORE_HOOKS.items() if f.ds_observer)
-"""The core's hooks in which a failure switches the plugin off, and training goes on."""
+"""The core's hooks in which a failure switches the plugin off, and training continues."""
 
 
 class Hooks(Mapping[str, Any]):

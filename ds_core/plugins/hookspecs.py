@@ -1,7 +1,7 @@
 """Every hook of ds_core; the docstring is the contract (torch-free).
 
-Each hook is either a *driver* (exactly one answer is chosen: by name, by probe or by section; two
-that cannot be told apart are an error naming both) or a *hook* (every answer is used). A plugin
+Each hook is either a *driver* (exactly one answer is chosen: by name, by probe or by section; two that fit
+equally are an error naming both) or a *hook* (every answer is used). A plugin
 implements a hook by defining a function of that name in its declaration module; it may leave out
 arguments it does not need.
 
@@ -192,7 +192,7 @@ def ds_param_axes(name: str, param: nn.Parameter, ctx: Context) -> Collection[st
 
 @gives(one_or_none("ds_core.partition:Partitioner"))
 def ds_partitioner(ctx: Context) -> Partitioner | None:
-    """Driver: who owns how model states lie over ranks.
+    """Driver: the owner of the layout of model states over ranks.
 
     None: not this plugin. Nobody: `Replicated`.
     """
@@ -258,7 +258,7 @@ def ds_open(ctx: Context) -> None:
     Every rank, once, in plugin order.
 
     Last in `initialize`. What is made here may change numerics, so an exception ends `initialize`,
-    on all ranks. Collectives are allowed. `ds_close` is called for whoever was asked.
+    on all ranks. Collectives are allowed. `ds_close` is called for every plugin that was asked.
     """
 
 
@@ -269,7 +269,7 @@ def ds_gradients(ctx: Context, gradients: Gradients) -> None:
     Called on every rank, in plugin order, once per step whose gradients are finite. They are
     reduced; of sharded ones each rank has its shards (`ds_core.gradients.GradientShard`), to be
     changed in place under no_grad. They are scaled: a gradient is its tensor times
-    ``gradients.factor``. Ranks that have the same shard must change it alike, so random numbers
+    ``gradients.factor``. Ranks that have the same shard must change it equally, so random numbers
     come from a generator that is seeded by step and parameter. Collectives are allowed: all ranks
     are here. An exception ends training.
     """
@@ -284,7 +284,7 @@ def ds_listens(ctx: Context) -> Mapping[str, int]:  # type: ignore[empty-body]
     For `ds_step_begin`, `ds_metrics`, `ds_step_end`, `ds_phase_begin` and `ds_phase_end`. With n
     they are called in the steps whose number, counted from 1, is a multiple of n: phases also in
     the micro-batches of that step. Asked on every rank when the engine is built, and once more when
-    its first step is over. Ranks answer alike for `ds_metrics`. An observer that does not listen
+    its first step is over. Ranks give the same answer for `ds_metrics`. An observer that does not listen
     costs nothing, so one that acts now and then says so here.
     """
 
@@ -294,7 +294,7 @@ def ds_step_begin(ctx: Context, step: int) -> None:
     """Hook (observer): an optimizer step is about to happen; `step` counts from 0. Every rank.
 
     An exception in this or any other observer switches the plugin's observers off after one
-    warning; training goes on.
+    warning; training continues.
     """
 
 
@@ -306,7 +306,7 @@ def ds_metrics(ctx: Context, step: int) -> Mapping[str, float | Tensor]:  # type
 
     Observers of `ds_step_end` get them, and monitors those of rank 0. A 0-d tensor (do not change
     it), or an object with `__float__` and `late`, is read when it is needed. Called where anybody
-    on any rank reads, on all ranks alike, so collectives are allowed; from the first step on
+    on any rank reads, equally on all ranks, so collectives are allowed; from the first step on
     ``ctx.engine.telemetry.collects`` tells whether.
     """
 

@@ -246,7 +246,7 @@ def _begin(engine: Engine) -> None:
 
 
 def _argument(args: Any, name: str) -> Any:
-    """One of the user's arguments, from a namespace or a mapping; None when it is not there."""
+    """One of the user's arguments, from a namespace or a mapping; None when it is missing."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 

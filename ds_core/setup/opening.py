@@ -104,7 +104,7 @@ def open_run(
 def transform(ctx: Context, model: nn.Module) -> nn.Module:
     """The model after all transforms.
 
-    What a transform raises is its plugin's error, but for errors of ours.
+    What a transform raises is its plugin's error, except a DSError.
     """
     rows = [(a.plugin, t) for a in ctx.plugins.ask("ds_transforms", ctx=ctx) for t in a.value]
     if ctx.precision.convert is not None and ctx.precision.plugin is not None:
@@ -131,8 +131,8 @@ def _place(plugins: Plugins) -> tuple[int, int]:
 
 
 def _compare_ranks(ctx: Context, providers: Mapping[Any, Any]) -> None:
-    """Raise RankMismatchError where ranks differ; rank 0 logs who serves kernels, where it is not
-    the references, and collectives, and what stands in the way of others.
+    """Raise RankMismatchError where ranks differ; rank 0 logs the providers of kernels, unless they are the
+    references, and of collectives, and why others are not available.
     """
     served = {
         f"collectives {device}/{backend}": str(p) for (device, backend), p in providers.items()

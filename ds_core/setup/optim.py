@@ -201,8 +201,8 @@ def _by_reference(
 
 
 def _torch_class(kind: Kind, name: str) -> str | None:
-    """The reference of a class of torch by its name, in any case; None for names that the documents
-    define.
+    """The reference of a class of torch by its name, in any case; None for names that DeepSpeed's
+    documentation defines.
     """
     import torch
 
