@@ -31,7 +31,7 @@ Maker = Callable[[ProcessGroup, bool], GroupCollectives]
 
 
 class _Group:
-    """What is kept per live process group; it goes with the group.
+    """What is kept per live process group, and freed with it.
 
     made: by maker, also those in use no longer.
     serving: by device type, those in use.
@@ -385,8 +385,7 @@ def _live(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def _lengths(whole: Tensor, rows: Sequence[int] | None, size: int) -> list[int] | None:
-    """The elements of each rank's part of `whole`, of so many rows each; None where they are to be
-    equal.
+    """The elements of each rank's part of `whole`, by their rows; None where they are to be equal.
     """
     count = whole.shape[0] if whole.dim() else 0
     if rows is None and count % size:

@@ -106,7 +106,7 @@ def _owner_of(section: str, models: Models, installed: Collection[str]) -> str:
 
 
 def _is_off(row: Mapping[str, Any], value: Any) -> bool:
-    """Whether a documented section asks for nothing, in so many words.
+    """Whether a documented section says that it asks for nothing.
 
     Off: null, false, ``{}``, a switch that is false or 0, or nothing but false and null. A switch
     that is *absent* does not count: a misspelt one (``"stgae": 3``) must not train with stage 0 in
