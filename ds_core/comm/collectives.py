@@ -385,8 +385,7 @@ def _live(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def _lengths(whole: Tensor, rows: Sequence[int] | None, size: int) -> list[int] | None:
-    """The elements of each rank's part of `whole`, by their rows; None where they are to be equal.
-    """
+    """The elements of each rank's part of `whole`, by their rows; None where they are to be equal."""
     count = whole.shape[0] if whole.dim() else 0
     if rows is None and count % size:
         raise CommError(
