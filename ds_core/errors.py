@@ -35,7 +35,11 @@ class Problem:
 
 
 class ConfigError(DSError, ValueError):
-    """One or more problems in a config; `problems` lists all of them, not only the first."""
+    """One or more problems in a config; `problems` lists all that can be told at once.
+
+    Rules between keys are checked when each key is right, and the number of processes after that;
+    `dscore config check` lists all of them.
+    """
 
     def __init__(self, problems: Iterable[Problem] | str, origin: str = "config") -> None:
         self.problems = (Problem("", problems),) if isinstance(problems, str) else tuple(problems)

@@ -5,7 +5,6 @@ problem.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -14,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.section import PER_RANK, WITHOUT_EFFECT, Section, marks, names_of, old_names
-from ds_core.config.source import ConfigSource, read_config
+from ds_core.config.source import ConfigSource, overridden, read_in_part
 from ds_core.errors import ConfigError, Problem, join
 from ds_core.naming import CORE
 
@@ -127,26 +126,26 @@ def _digest(value: Any) -> str:
     return f"hidden:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
-def load_config(source: Any, *, fill_later: bool = False) -> tuple[Plugins, RunConfig]:
+def load_config(
+    source: Any, *, fill_later: bool = False, problems: list[Problem] | None = None
+) -> tuple[Plugins, RunConfig]:
     """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it.
 
     source: see `read_config`.
-
     fill_later: keys that say "auto" count as left out, because an integration will fill them in
         before training.
+    problems: see `build_config`.
 
     Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
     """
     from ds_core.plugins import Plugins
 
-    given = read_config(source)
-    more = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {})
-    source = ConfigSource(
-        {**given.raw, **more.raw}, given.origin + " and DS_CONFIG_OVERRIDES" * bool(more.raw)
-    )
+    source = overridden(read_in_part(source))
     plugins = Plugins(plugin_settings(source))
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
-    return plugins, build_config(source, models, plugins.sections(), plugins.disabled(), fill_later)
+    return plugins, build_config(
+        source, models, plugins.sections(), plugins.disabled(), fill_later, problems
+    )
 
 
 def check_rules(
@@ -173,22 +172,18 @@ def check_rules(
         ):
             problems += answer.value
         newer_than |= new
-    if problems := [*problems, *more]:
-        raise ConfigError(problems, config.origin)
+    refuse([*problems, *more], config)
 
 
 def plugin_settings(source: ConfigSource) -> PluginSettings:
     """The ``plugins`` key alone, read before the rest: it decides what is loaded.
 
-    ConfigError if it is wrong.
+    Nothing is where it is wrong, which `build_config` says.
     """
     from ds_core.plugins.registry import PluginSettings
 
-    problems: list[Problem] = []
-    parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE, {}, problems)
-    if problems:
-        raise ConfigError(problems, source.origin)
-    return PluginSettings(**dict(parsed))
+    parsed = _parsed(PluginsConfig, source.raw.get("plugins", {}), "plugins", CORE, {}, [])
+    return PluginSettings(**dict(parsed or ()))
 
 
 def build_config(
@@ -197,6 +192,7 @@ def build_config(
     installed: Collection[str] = (),
     disabled: Mapping[str, str] = {},
     later: bool = False,
+    problems: list[Problem] | None = None,
 ) -> RunConfig:
     """Check everything and build the frozen config.
 
@@ -205,47 +201,58 @@ def build_config(
     installed: section names that enabled plugins claim (for suggestions).
     disabled: section -> why it is off.
     later: see `load_config`.
+    problems: gets what is wrong, which the config is then without, in place of an error.
 
-    Raises ConfigError with every problem of the core and of all sections, in the order of the file.
+    Raises ConfigError with every problem of the core and of all sections, one for each key.
     """
-    source = read_config(source)
-    problems: list[Problem] = []
+    source = read_in_part(source)
+    found = [*source.problems]
     # An "auto" that no integration has filled in is one problem, wherever in the config it is.
     autos = _leftover_autos(source.raw, models)
     # an "auto" takes its list with it
     lists = {path.rpartition("[")[0] for path in autos if path.endswith("]")}
     given = _without(source.raw, "", lists.union(autos)) if later else source.raw
     own = {name: value for name, value in given.items() if name in CORE_KEYS}
-    core = _parsed(CoreConfig, own, "", CORE, models, problems)
+    core = _parsed(CoreConfig, own, "", CORE, models, found)
     sections: dict[str, BaseModel] = {}
     for name, value in given.items():
         if name in CORE_KEYS:
             continue
         if name in models:
-            sections[name] = _parsed(
-                models[name][0], value, name, models[name][1], models, problems
-            )
+            sections[name] = _parsed(models[name][0], value, name, models[name][1], models, found)
         else:
             from ds_core.config.unknown import without_model
 
-            problems += without_model(name, value, models, installed, disabled)
+            found += without_model(name, value, models, installed, disabled)
     if core is not None:
-        problems += cross_problems(core, given)
+        found += cross_problems(core, given)
+    else:  # what is chosen by name can be checked all the same
+        own = {name: own[name] for name in ("optimizer", "scheduler") if name in own}
+        core = _parsed(CoreConfig, own, "", CORE, models, []) or CoreConfig()
     if autos and not later:
         fix = "write a value, or leave the key out for its default"
-        problems = [
+        found = [
             Problem(", ".join(autos), _AUTO, fix),
-            *(p for p in problems if p.path not in autos),
+            *(p for p in found if p.path not in autos),
         ]
-    if problems:
-        first: dict[str, Problem] = {}
-        for problem in problems:  # the first word on a key is the most exact one
-            first.setdefault(problem.path, problem)
-        raise ConfigError(first.values(), source.origin)
     notes = [*notes_on(core, own)]
     for name, section in sections.items():
         notes += notes_on(section, given[name], name)
-    return RunConfig(core, sections, source.origin, source.raw, tuple(notes), tuple(autos))
+    config = RunConfig(core, sections, source.origin, source.raw, tuple(notes), tuple(autos))
+    if problems is None:
+        refuse(found, config)
+    else:
+        problems += found
+    return config
+
+
+def refuse(problems: Iterable[Problem], config: RunConfig) -> None:
+    """Raises ConfigError with the problems, if there are any: one for each key."""
+    first: dict[str, Problem] = {}
+    for problem in problems:  # the first word on a key is the most exact one
+        first.setdefault(problem.path, problem)
+    if first:
+        raise ConfigError(first.values(), config.origin)
 
 
 def _parsed(

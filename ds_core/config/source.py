@@ -31,10 +31,12 @@ class ConfigSource:
     """Plain data and where it came from.
 
     raw: only dict, list, str, int, float, bool and None; may hold secrets.
+    problems: of values that no config can hold, in whose place `raw` has null.
     """
 
     raw: dict[str, Any]
     origin: str
+    problems: tuple[Problem, ...] = ()
 
     def __repr__(self) -> str:
         return f"ConfigSource(origin={self.origin!r}, keys={sorted(self.raw)})"
@@ -43,10 +45,21 @@ class ConfigSource:
 def read_config(source: Any) -> ConfigSource:
     """Read a config and copy it; nothing of the caller's is kept or changed.
 
+    Raises ConfigError for everything that is not a config.
+    """
+    found = read_in_part(source)
+    if found.problems:
+        raise ConfigError(found.problems, found.origin)
+    return found
+
+
+def read_in_part(source: Any) -> ConfigSource:
+    """`read_config`, also of a config in which single values are wrong.
+
     source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything
         else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
 
-    Raises ConfigError for everything that is not a config.
+    Raises ConfigError where nothing can be read.
     """
     if isinstance(source, ConfigSource):
         return source
@@ -146,9 +159,28 @@ def _checked(origin: str, read: Callable[[], Any]) -> ConfigSource:
         raise ConfigError([Problem(error.path, error.message)], origin) from None
     except RecursionError:
         raise ConfigError(_TOO_DEEP, origin) from None
-    if copier.problems:
-        raise ConfigError(copier.problems, origin)
-    return ConfigSource(raw, origin)
+    return ConfigSource(raw, origin, tuple(copier.problems))
+
+
+def overridden(given: ConfigSource) -> ConfigSource:
+    """`given` with the values of DS_CONFIG_OVERRIDES.
+
+    A top-level key there replaces that of the config, and a dotted one, such as
+    ``zero_optimization.stage``, replaces that key alone.
+
+    Raises ConfigError where the variable holds no config.
+    """
+    more = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw
+    raw = {**given.raw}
+    for path, value in more.items():
+        *outer, last = path.split(".")
+        at = raw
+        for name in outer:
+            inner = at.get(name)
+            at[name] = at = {**inner} if isinstance(inner, dict) else {}
+        at[last] = value
+    origin = given.origin + " and DS_CONFIG_OVERRIDES" * bool(more)
+    return ConfigSource(raw, origin, given.problems)
 
 
 # -- from whatever the parser or the caller gave to plain data -------------------------------------

@@ -3,7 +3,9 @@ loaded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_core.catalogue import documented, missing
@@ -48,7 +50,7 @@ def unknown_key(
 
     names: the keys that it has.
     owner: of the section.
-    belongs: the path at which this key is known.
+    belongs: the place where this key is known: a path, or words.
     """
     names = sorted(names)
     where = join(section, key)
@@ -56,14 +58,15 @@ def unknown_key(
     of_owner = f" ({owner})" if owner else ""
     message = f"unknown key {key!r} (its value is {show_unknown(key, value, close)})"
     if belongs not in (None, where):
-        fix = f"{key!r} belongs at {'the top level' if belongs == key else repr(belongs)}"
+        fix = f"{key!r} belongs {'at the top level' if belongs == key else f'in {belongs}'}"
     elif close:
         fix = f"did you mean {join(section, close)!r}{of_owner}?"
     elif names:
         listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         fix = f"{section}{of_owner} takes {listed}"
     else:
-        fix = "it takes no keys"
+        everything = f"no key of {CORE}, of an installed plugin or of the documents is like it"
+        fix = "it takes no keys" if section else everything
     return Problem(where, message, fix)
 
 
@@ -79,19 +82,15 @@ def places(models: Models) -> dict[str, str]:
                 found.setdefault(key.spelling, set()).add(key.path)
     for name in (*documented(), *models):
         found.setdefault(name, set()).add(name)
-    return {name: next(iter(paths)) for name, paths in found.items() if len(paths) == 1}
+    synonyms: dict[str, str] = json.loads(Path(__file__).with_name("synonyms.json").read_text())
+    return synonyms | {name: paths.pop() for name, paths in found.items() if len(paths) == 1}
 
 
 def _unknown_section(name: str, value: Any, models: Models, installed: Collection[str]) -> Problem:
-    message = f"unknown key {name!r} (its value is {show_unknown(name, value)})"
-    close = nearest(name, {*CORE_KEYS, *models, *installed, *documented()})
-    if inside := places(models).get(name):
-        fix = f"{name!r} belongs at {inside!r}"
-    elif close is None:
-        fix = f"no key of {CORE}, of an installed plugin or of the documents is like it"
-    else:
-        fix = f"did you mean {close!r} ({_owner_of(close, models, installed)})?"
-    return Problem(name, message, fix)
+    names = {*CORE_KEYS, *models, *installed, *documented()}
+    close = nearest(name, names)
+    owner = _owner_of(close, models, installed) if close else ""
+    return unknown_key("", name, value, names if close else (), owner, places(models).get(name))
 
 
 def _owner_of(section: str, models: Models, installed: Collection[str]) -> str:

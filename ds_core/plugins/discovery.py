@@ -228,7 +228,8 @@ def check_required(requirements: Sequence[str]) -> Iterator[str]:
         if why:
             from ds_core.catalogue import install
 
-            raise PluginError(f"plugins.require: {text!r}, {why}; {install(name)}")
+            fix = "install a release that fits" if why.startswith("but") else install(name)
+            raise PluginError(f"plugins.require: {text!r}, {why}; {fix}")
         yield canonicalize_name(name)
 
 

@@ -13,9 +13,10 @@ from ds_core.config import (
     RunConfig,
     check_rules,
     load_config,
-    read_config,
     resolve_batch,
 )
+from ds_core.config.build import refuse
+from ds_core.config.source import read_in_part
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, plan_mesh
@@ -91,19 +92,23 @@ def compose(
     fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be
         filled in.
 
-    Raises ConfigError with every problem found, or PluginError when a named plugin is missing or
-    broken.
+    Raises ConfigError with every problem of single keys or, where there is none, with those between
+    keys; PluginError when a named plugin is missing or broken.
     """
-    read = read_config(source)
+    read = read_in_part(source)
     if model is not None:
         read = _with_sections_of(model, read)
-    plugins, config = load_config(read, fill_later=fill_later)
+    problems: list[Problem] = []
+    plugins, config = load_config(read, fill_later=fill_later, problems=problems)
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)
+    found = [p for p in unknown + found if p.path not in config.autos]
+    if problems:  # rules may speak of what is left out
+        refuse(problems + found, config)
     # A kernel that the config forces brings in its plugin, which may have rules too.
     Kernels(plugins, config.core.kernels).check_forced()
-    check_rules(config, plugins, more=[p for p in unknown + found if p.path not in config.autos])
+    check_rules(config, plugins, more=found)
     return Composition(config, plugins, optimizer, scheduler)
 
 

@@ -20,7 +20,7 @@ from ds_core.config import (
     option,
     read_config,
 )
-from ds_core.config.build import plugin_settings
+from ds_core.config.build import load_config, plugin_settings
 from ds_core.config.redaction import is_secret_name, redact
 from ds_core.errors import ConfigError
 
@@ -147,8 +147,10 @@ def test_plugin_settings() -> None:
         [],
     )
     assert settings.prefer == {"a": "b"}
+    wrong = {"plugins": {"requires": ["no"], "load": ["no.such"]}}
+    assert plugin_settings(read_config(wrong)).load == ()
     with pytest.raises(ConfigError, match=r"plugins\.requires: unknown key .*plugins\.require"):
-        plugin_settings(read_config({"plugins": {"requires": []}}))
+        load_config(wrong)
 
 
 def test_every_section_of_the_documents_has_an_owner() -> None:

@@ -27,17 +27,26 @@ Imports = Annotated[
 
 
 def named_code(source: ConfigSource) -> tuple[str, ...]:
-    """The modules that ``plugins.load`` names. ConfigError where that key is wrong."""
+    """The modules that ``plugins.load`` names; none where that key is wrong."""
     from ds_core.config.build import plugin_settings
 
     return tuple(plugin_settings(source).load)
 
 
 def read_to_look_at(file: Path, imports: bool) -> ConfigSource:
-    """The config in `file`; CommandError where it names code and `imports` is not set."""
+    """The config in `file`. ConfigError where values are wrong, CommandError where it names code
+    and `imports` is not set.
+    """
     from ds_core.config.source import read_config
 
-    source = read_config(file)
+    return read_config(look_at(file, imports))
+
+
+def look_at(file: Path, imports: bool) -> ConfigSource:
+    """The same, with the problems of single values in the source."""
+    from ds_core.config.source import read_in_part
+
+    source = read_in_part(file)
     if (modules := named_code(source)) and not imports:
         raise CommandError(
             f"{file}: plugins.load names {', '.join(modules)}, and to check the config is to "

@@ -65,7 +65,7 @@ def test_keys_that_are_like_none_are_passed_over(caplog: pytest.LogCaptureFixtur
     assert "config: cuda_visible_devices: no such keys, and like none; passed over" in caplog.text
     for name, fix in (
         ("gradient_cliping", "did you mean 'gradient_clipping'"),
-        ("loss_scale_window", "belongs at"),
+        ("loss_scale_window", "belongs in"),
     ):
         with pytest.raises(ConfigError, match=fix):
             compat_engine(**{name: 1})

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from ds_command_kit.config_code import Imports, read_to_look_at
+from ds_command_kit.config_code import Imports, look_at
 from ds_command_kit.show import other_output_to_stderr, say_error, show_json
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from ds_core.config import Batch
+    from ds_core.config import Batch, ConfigSource
     from ds_core.setup.compose import Composition
 
 
@@ -49,19 +49,22 @@ def check(
     Notes name keys without effect, and defaults that are not torch's; the exit code is 0.
     """
     from ds_cli.config.defaults import defaults_unlike_torch
+    from ds_cli.config.problems import with_every_problem
     from ds_core.errors import ConfigError
     from ds_core.setup.compose import compose
 
+    def compose_batch(source: ConfigSource) -> tuple[Composition, Batch | None]:
+        chosen = compose(source, fill_later=auto)
+        return chosen, _batch(chosen, world)
+
     try:
-        chosen = compose(read_to_look_at(file, imports), fill_later=auto)
-        open_batch = not _BATCH.isdisjoint(chosen.config.autos)
-        batch = _batch(chosen, world) if world is not None and not open_batch else None
+        chosen, batch = with_every_problem(compose_batch, look_at(file, imports))
     except ConfigError as error:
         for problem in error.problems:
             typer.echo(f"{file}: {problem}")
         raise typer.Exit(1) from None
     typer.echo(f"{file}: ok")
-    if batch is not None:
+    if world is not None and batch is not None:
         ranks = batch.train // (batch.micro * batch.gas)
         typer.echo(
             f"  on {world} processes: train_batch_size {batch.train} = micro batch {batch.micro} "
@@ -85,8 +88,20 @@ _BATCH = frozenset(
 )
 
 
-def _batch(chosen: Composition, world: int) -> Batch:
-    return chosen.batch(chosen.mesh(world).size("batch"))
+def _batch(chosen: Composition, world: int | None) -> Batch | None:
+    """The batch sizes; None where they are filled in later, or nothing says them.
+
+    Without a number of processes the micro batches must fit at least one.
+    """
+    if not _BATCH.isdisjoint(chosen.config.autos):
+        return None
+    if world is not None:
+        return chosen.batch(chosen.mesh(world).size("batch"))
+    core = chosen.config.core
+    unit = (core.train_micro_batch_size_per_gpu or 1) * (core.gradient_accumulation_steps or 1)
+    if core.train_batch_size is not None and core.train_batch_size % unit:
+        return chosen.batch(1)
+    return None
 
 
 def schema() -> None:
