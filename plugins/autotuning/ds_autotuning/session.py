@@ -36,8 +36,9 @@ from ds_autotuning.search.space import (
 )
 from ds_autotuning.search.tuner import Tuning, tune
 from ds_autotuning.trials.experiments import Experiments, Limits
-from ds_autotuning.trials.launching import Launch, at
-from ds_core.config import Trait, read_config
+from ds_autotuning.trials.launching import Launch, at, encode
+from ds_core.config import ConfigSource, Trait, read_config
+from ds_core.config.source import overridden
 from ds_core.errors import ConfigError, DSError, UsageError
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def tune_script(
     Raises DSError for a config that is refused, and where the script does not run as it is.
     """
     path = config or launch.config
-    base = dict(read_config(path).raw) if path else {}
-    base |= read_config(os.environ.get(OVERRIDES) or {}).raw
+    base = dict(read_config(os.environ.get(OVERRIDES) or {}).raw)
+    if path:
+        base = overridden(read_config(path)).raw
     with environment({OVERRIDES: None}):
         section = _section(base, changed)
         base.pop(SECTION, None)
@@ -156,8 +158,12 @@ class _Session:
         section = self.section
         profile = self._profile()
         world = int(profile.facts["world"])
+        given = without_output(self.base)
         if not self.has_file:
-            self.base = {**profile.facts.get("config", {}), **self.base}
+            # Keys by a dotted path are in the config of the profile's run.
+            with environment({OVERRIDES: encode(self.base)}):
+                found = overridden(ConfigSource(profile.facts.get("config", {}), "the profile"))
+            self.base = found.raw
             self.base.pop(SECTION, None)
         mapped = section.arg_mappings or {}
         space = space_of(
@@ -185,7 +191,9 @@ class _Session:
         tuning.say = lambda row: self.heard(row, tuning.best, section)
         tune(tuning)
         best = judge(tuning.best.setting).config if tuning.best is not None else None
-        config = dict(best or {}) if self.has_file else changes(self.base, best or {})
+        # The script's own config lacks what DS_CONFIG_OVERRIDES had before.
+        differs = {} if self.has_file else {**given, **changes(self.base, best or {})}
+        config = dict(best or {}) if self.has_file else differs
         launch = (
             self.launch
             if tuning.best is None

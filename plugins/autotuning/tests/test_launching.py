@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_words_are_options_script_and_arguments() -> None:
     assert launch.world == 2
     assert parse_words(["--module", "pkg.train"]).is_module
     assert parse_words(["--no_python", "--", "bash", "-c", "true"]).is_command
+
+
+def test_keys_of_set_are_in_the_variable_and_not_in_the_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or they would replace the settings of each trial."""
+    monkeypatch.setenv("DS_CONFIG_OVERRIDES", "")
+    words = ["--set", "fp16.hysteresis=3", "--nproc", "2", "--set=optimizer.type=SGD", "train.py"]
+    launch = parse_words([*words, "--set", "x=1"])
+    assert launch.words() == ["--nproc", "2", "train.py", "--set", "x=1"]
+    found = read_config(os.environ["DS_CONFIG_OVERRIDES"]).raw
+    assert found == {"fp16.hysteresis": 3, "optimizer.type": "SGD"}
+    with pytest.raises(CommandError, match="fp16.hysteresis: must be"):
+        parse_words(["--set", "fp16.hysteresis=x", "train.py"])
 
 
 @pytest.mark.parametrize(

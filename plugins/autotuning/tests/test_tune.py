@@ -185,8 +185,9 @@ def test_a_script_with_a_config_of_its_own(tmp_path: Path) -> None:
     section = {"tuner_type": "gridsearch", "tuner_num_trials": 2, **QUICK}
     (tmp_path / "tuning.json").write_text(json.dumps({"autotuning": section}))
     env = {**os.environ, "DS_CONFIG_OVERRIDES": str(tmp_path / "tuning.json")}
+    keep = ("--set", "optimizer.params.eps=1e-6")
     done = subprocess.run(
-        [sys.executable, "-m", "ds_cli", "tune", "--nproc", "2", *words],
+        [sys.executable, "-m", "ds_cli", "tune", "--nproc", "2", *keep, *words],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -197,6 +198,7 @@ def test_a_script_with_a_config_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     best = json.loads((tmp_path / "autotuning_results" / "ds_config_optimal.json").read_text())
     assert "optimizer" not in best  # only what differs from the script's own
+    assert best["optimizer.params.eps"] == 1e-6
     assert "DS_CONFIG_OVERRIDES=" in done.stdout
     assert "csv_monitor" not in best
     ran = subprocess.run(

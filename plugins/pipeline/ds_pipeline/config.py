@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, Trait, option, read_config
+from ds_core.config import Section, Trait, option, source
 
 
 class PipelineConfig(Section):
@@ -97,6 +96,6 @@ def overridden() -> dict[str, int]:
     """``stages`` and ``chunks`` that DS_CONFIG_OVERRIDES has as numbers; raises ConfigError where
     it is no config.
     """
-    section = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw.get("pipeline")
+    section = source.overridden(source.ConfigSource({}, "")).raw.get("pipeline")
     given = section if isinstance(section, dict) else {}
     return {name: given[name] for name in ("stages", "chunks") if isinstance(given.get(name), int)}

@@ -288,9 +288,15 @@ def test_replicas_and_ties_are_equal_from_the_start(zero: int) -> None:
         assert all(torch.equal(tied[0], t) for t in tied)
 
 
-def test_overrides_stand_in_place_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [{"pipeline": {"stages": 1, "chunks": 1}}, {"pipeline.stages": 1, "pipeline.chunks": 1}],
+)
+def test_overrides_stand_in_place_of_arguments(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
     """A script with two stages and chunks runs in one process when the environment says so."""
-    overrides = json.dumps({"pipeline": {"stages": 1, "chunks": 1}}).encode()
+    overrides = json.dumps(given).encode()
     monkeypatch.setenv("DS_CONFIG_OVERRIDES", base64.urlsafe_b64encode(overrides).decode())
     from ds_pipeline import PipelineModule
 

@@ -251,6 +251,7 @@ def _facts(ctx: Context, section: RunRecord) -> dict[str, Any]:
         "memory": ctx.accelerator.total_memory(),
         "mesh": mesh.describe(),
         "config": config,
+        "overrides": _overridden(config),
         "precision": ctx.precision.name,
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in ctx.module.parameters())
         if ctx.module is not None
@@ -262,6 +263,20 @@ def _facts(ctx: Context, section: RunRecord) -> dict[str, Any]:
             **dict(v.rsplit(" ", 1) for v in ctx.plugins.loaded_versions().values() if " " in v),
         },
     }
+
+
+def _overridden(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that DS_CONFIG_OVERRIDES (``dscore run --set``) has, with their values in the config."""
+    from ds_core.config import read_config
+
+    found: dict[str, Any] = {}
+    for key in read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw:
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if key != "run_record":
+            found[key] = value
+    return found
 
 
 def _scheduled(config: Mapping[str, Any]) -> int | None:

@@ -114,10 +114,12 @@ class Launch:
 def parse_words(words: Sequence[str]) -> Launch:
     """What ``dscore run`` makes of `words`.
 
-    Raises CommandError as it would, and for what a trial cannot be.
+    ``--set`` is left out of them: it is in DS_CONFIG_OVERRIDES from now on, where each trial has its
+    own settings after it. Raises CommandError as it would, and for what a trial cannot be.
     """
     from ds_command_kit.app import find_command
     from ds_command_kit.launch import parse_nodes, parse_nproc
+    from ds_command_kit.overrides import read_settings, variables_for
 
     command = find_command("run")
     given = command.make_context("run", list(words)).params
@@ -126,6 +128,9 @@ def parse_words(words: Sequence[str]) -> Launch:
     script = head.pop()
     if given["show"] or given.get("autotuning"):
         raise CommandError("--show and --autotuning do not go together with tuning; leave them out")
+    if given["settings"]:
+        os.environ.update(variables_for(read_settings(given["settings"])))
+        head = _without_set(head)
     low, high = parse_nodes(given["nnodes"])
     if low != high:
         raise CommandError(
@@ -144,6 +149,17 @@ def parse_words(words: Sequence[str]) -> Launch:
         given["module"],
         given["no_python"],
     )
+
+
+def _without_set(options: Sequence[str]) -> list[str]:
+    kept = []
+    words = iter(options)
+    for word in words:
+        if word == "--set":
+            next(words)
+        elif not word.startswith("--set="):
+            kept.append(word)
+    return kept
 
 
 def _config_in(arguments: Sequence[str]) -> str:

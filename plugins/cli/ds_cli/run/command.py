@@ -11,13 +11,14 @@ from ds_cli.run import options
 from ds_cli.run.launchers import find_launcher
 from ds_cli.run.placement import choose_launcher
 from ds_cli.run.plugin_options import RunCommand
-from ds_cli.run.request import check_words, read_request
+from ds_cli.run.request import apply_settings, check_words, read_request
 
 
 def run(
     ctx: typer.Context,
     script: options.Script,
     arguments: options.Arguments = None,
+    settings: options.Settings = None,
     nproc: options.Nproc = "auto",
     max_restarts: options.MaxRestarts = 0,
     module: options.Module = False,
@@ -61,6 +62,8 @@ def run(
     # Typer reads the options from this signature; their values are in the context by these names.
     check_words(ctx.params)
     request = read_request(ctx.params)
+    if settings:
+        apply_settings(settings, quiet=request.level > logging.WARNING or bool(node_rank))
     name, request = choose_launcher(request, ctx.params)
     if no_ssh_check and request.level <= logging.INFO:
         say_error("--no-ssh-check has no effect: hosts are not tried before they are used")

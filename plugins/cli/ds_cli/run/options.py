@@ -39,6 +39,14 @@ NoPython = Annotated[
     bool,
     typer.Option("--no-python", help="SCRIPT is a program, run as it is."),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a key of the config, as in zero_optimization.stage=3; may be repeated.",
+    ),
+]
 VenvScript = Annotated[
     str,
     typer.Option(metavar="FILE", help="Source FILE (activate of an environment) first, in bash."),

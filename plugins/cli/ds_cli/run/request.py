@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_command_kit.launch import LaunchRequest, parse_nodes, parse_nproc
-from ds_command_kit.show import CommandError
+from ds_command_kit.show import CommandError, say_error
 
 from ds_cli.local.cores import parse_cores
 from ds_cli.run.launchers import check_program, check_script
@@ -81,6 +82,16 @@ def read_request(given: Mapping[str, Any]) -> LaunchRequest:
         level=max(logging.ERROR, level) if given["quiet"] else level,
         launcher_args=_split(given["launcher_args"]),
     )
+
+
+def apply_settings(texts: Sequence[str], *, quiet: bool) -> None:
+    """Set the variable by which ``--set`` reaches the processes, and say so. Raises CommandError."""
+    from ds_command_kit.overrides import describe, read_settings, variables_for
+
+    settings = read_settings(texts)
+    os.environ.update(variables_for(settings))
+    if not quiet:
+        say_error(f"--set replaces keys of the script's config: {describe(settings)}")
 
 
 def _split(text: str) -> tuple[str, ...]:
