@@ -228,7 +228,7 @@ class CoreConfig(Section):
     )
     collectives: str | None = option(
         None,
-        'Who serves collectives: the name of a provider, or "torch" for torch.distributed alone.',
+        'The provider of collectives: its name, or "torch" for torch.distributed alone.',
     )
     plugins: PluginsConfig = option(PluginsConfig(), "Which plugins take part.")
 

@@ -39,7 +39,7 @@ class CometConfig(Section):
     )
     mode: Literal["get", "create", "get_or_create"] | None = option(
         None,
-        "Go on with the experiment of that key (get), make it (create), or either; null: "
+        "Continue the experiment of that key (get), make it (create), or either; null: "
         "get_or_create.",
     )
 

@@ -26,5 +26,5 @@ class MLflowConfig(Section):
     )
     run_name: str | None = option(None, "Name of the run; null: MLflow makes one up.")
     run_id: str | None = option(
-        None, "Go on with this run, such as that of a run that is resumed; null: a new one."
+        None, "Continue this run, for example when training is resumed; null: a new one."
     )

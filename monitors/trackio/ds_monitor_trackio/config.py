@@ -19,7 +19,7 @@ class TrackioConfig(Section):
     name: str | None = option(None, "Name of the run; null: trackio makes one up.")
     group: str | None = option(None, "Group of runs that this one belongs to.")
     resume: Literal["never", "allow", "must"] = option(
-        "never", "Whether to go on with the run of that name."
+        "never", "Whether to continue the run of that name."
     )
     space_id: str | None = option(
         None, "Space that the run is sent to as well; null: it stays on this machine."

@@ -15,7 +15,7 @@ OWN = ("policy", "budget")
 
 
 class ActivationCheckpointingConfig(Section):
-    """Recomputation: which blocks run again in backward, and how their inputs rest until then."""
+    """Activation checkpointing: which blocks run again in backward, and where inputs are kept."""
 
     modules: Literal["auto"] | list[str] | None = option(
         None,
@@ -63,7 +63,9 @@ class ActivationCheckpointingConfig(Section):
     synchronize_checkpoint_boundary: bool = option(
         False, "Wait for the device where a block begins and ends. Slow."
     )
-    profile: bool = option(False, "Log the time of each block's forward and recomputation. Slow.")
+    profile: bool = option(
+        False, "Log the time of each block's forward, also of that in backward. Slow."
+    )
 
     def traits(self) -> Iterable[str]:
         """Whether the config alone recomputes; a script may, by the settings that are here."""

@@ -71,10 +71,8 @@ class Autotuning(Section):
     results_dir: str = option(
         "autotuning_results", "Folder of the best config, its command and the summary."
     )
-    exps_dir: str = option(
-        "autotuning_exps", "Folder of the trials; a restart goes on from what lies there."
-    )
-    overwrite: bool = option(False, "Begin anew: trials that lie in exps_dir are run again.")
+    exps_dir: str = option("autotuning_exps", "Folder of the trials, from which a restart resumes.")
+    overwrite: bool = option(False, "Start over: trials that are in exps_dir are run again.")
     trial_seconds: float = option(600.0, "Longest time of one trial, in seconds.", gt=0)
     device_memory_gb: float | None = option(
         None,

@@ -44,10 +44,10 @@ class CheckpointConfig(Section):
         option("Warn", "When ranks save under unequal tags: Ignore, Warn or Fail (any case).")
     )
     asynchronous: bool = option(
-        False, "Copy states to host memory and write them while training goes on.", alias="async"
+        False, "Copy states to host memory and write them while training continues.", alias="async"
     )
     keep_last: int | None = option(
-        None, "Remove all but so many of the newest checkpoints after each save.", ge=1
+        None, "How many of the newest checkpoints to keep after each save.", ge=1
     )
     verify: bool = option(True, "Compare every file with its checksum before anything is loaded.")
     load_universal: bool = option(
@@ -57,8 +57,7 @@ class CheckpointConfig(Section):
     )
     use_node_local_storage: bool = option(
         False,
-        "Each host has a folder of its own; what one lacks is copied from the others before a "
-        "load.",
+        "Each host has its own folder; what one lacks is copied from the others before a load.",
     )
     checkpoint_serialization: bool = option(
         True,
@@ -69,8 +68,7 @@ class CheckpointConfig(Section):
     writer: Writer | None = option(
         None,
         "DeepSpeed's checkpoint writer.",
-        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while "
-        "training goes on",
+        without_effect="ds_core writes safetensors by itself; checkpoint.async writes while training continues",
     )
 
     @model_validator(mode="after")

@@ -81,7 +81,7 @@ class CompileConfig(Section):
         False, "Keep activations in host memory.", not_offered=_OFFLOAD
     )
     offload_activation_pin_memory: bool = option(
-        True, "In pinned memory.", without_effect="offload_activation is not there"
+        True, "In pinned memory.", without_effect="offload_activation is not offered"
     )
     offload_opt_states: bool = option(
         False,

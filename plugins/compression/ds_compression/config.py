@@ -183,7 +183,7 @@ class WeightShared(_Shared):
         "symmetric", "Levels around zero, or between the least and the greatest weight."
     )
     rounding: Literal["nearest", "stochastic"] = option(
-        "nearest", "To the nearest level; or up or down by chance, right on average."
+        "nearest", "To the nearest level; or randomly up or down, right on average."
     )
     quantize_weight_in_forward: bool = option(
         False,
@@ -294,7 +294,7 @@ class SparseShared(_Shared):
 
 # -- techniques ------------------------------------------------------------------------------------
 
-_GROUPS = "By names of your own: modules, and how they are treated."
+_GROUPS = "By names that you choose: modules, and how they are treated."
 _SHARED = "Whether, when and how."
 
 

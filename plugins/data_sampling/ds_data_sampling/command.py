@@ -1,4 +1,4 @@
-"""``dscore curriculum``: measure a data set, and look at schedules before anything runs."""
+"""``dscore curriculum``: measure a dataset, and look at schedules before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def curriculum() -> None:
-    """Measure data sets, and look at curricula."""
+    """Measure datasets, and look at curricula."""
 
 
 @app.command()
@@ -50,7 +50,7 @@ def analyze(
     dataset: Annotated[
         str,
         typer.Argument(
-            help="package.module:name of the data set, or of a function that returns it."
+            help="package.module:name of the dataset, or of a function that returns it."
         ),
     ],
     folder: Annotated[
@@ -73,12 +73,12 @@ def analyze(
     worker: Annotated[
         int | None, typer.Option(min=0, help="Measure only the part of this worker, of --workers.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Jobs that share the data set.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Jobs that share the dataset.")] = 1,
     combine: Annotated[
         bool, typer.Option("--combine", help="Put the parts of --workers workers together.")
     ] = False,
 ) -> None:
-    """Measure each sample of a data set, and write the index files for curricula and token budgets.
+    """Measure each sample of a dataset, and write the index files for curricula and token budgets.
 
     Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N
     --combine`.
@@ -115,7 +115,7 @@ def _dataset(reference: str) -> Any:
         found = build()
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise UsageError(
-            f"{reference} is a {type(found).__name__}; a data set with len() and [] is needed"
+            f"{reference} is a {type(found).__name__}; a dataset with len() and [] is needed"
         )
     return found
 

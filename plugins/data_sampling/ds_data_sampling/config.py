@@ -90,17 +90,16 @@ class Packing(Section):
 
 
 class Mixing(Section):
-    """Several data sets in given proportions."""
+    """Several datasets in given proportions."""
 
     weights: dict[str, Annotated[float, Field(gt=0)]] | None = option(
         None,
-        "Data set -> its part of the samples, in any unit. training_data is then a mapping of "
-        "these names to data "
-        'sets, or a list of data sets, named "0", "1" and so on.',
+        "Dataset -> its share of the samples, in any unit. training_data is then a mapping of "
+        'these names to datasets, or a list of datasets, named "0", "1" and so on.',
         min_length=1,
     )
     samples_per_epoch: Count | None = option(
-        None, "Samples of an epoch of all data sets together; null: as many as they have."
+        None, "Samples of an epoch of all datasets together; null: as many as they have."
     )
 
 
@@ -120,7 +119,7 @@ class DataSampling(Section):
     curriculum_learning: Curriculum = option(Curriculum(), "Samples by difficulty.")
     dynamic_batching: DynamicBatching = option(DynamicBatching(), "Batches by tokens.")
     packing: Packing = option(Packing(), "Several samples in a row.")
-    mixing: Mixing = option(Mixing(), "Several data sets in given proportions.")
+    mixing: Mixing = option(Mixing(), "Several datasets in given proportions.")
     loss_weights: Literal["none", "samples", "tokens", "targets"] = option(
         "none",
         "Whose mean the loss of a step is: of micro-batches, or of samples, tokens, or tokens but "

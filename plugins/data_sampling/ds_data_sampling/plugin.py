@@ -53,7 +53,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
 
     return {
         "curriculum": CommandEntry(
-            "ds_data_sampling.command:app", "Measure data sets, and look at curricula."
+            "ds_data_sampling.command:app", "Measure datasets, and look at curricula."
         )
     }
 

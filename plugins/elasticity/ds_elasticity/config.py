@@ -14,13 +14,13 @@ VERSIONS = (0.1, 0.2)
 
 
 class Autosave(Section):
-    """Checkpoints by themselves, and the folder from which ``engine.resume()`` goes on."""
+    """Automatic checkpoints, and the folder from which ``engine.resume()`` loads."""
 
     writes_outside = ("every", "on_sigterm")
 
     folder: str = option(..., "Where checkpoints are saved; every rank must see it.", min_length=1)
     every: int = option(
-        0, "Steps from one checkpoint to the next; 0: only when the run is told to stop.", ge=0
+        0, "Steps from one checkpoint to the next; 0: only when the run is asked to stop.", ge=0
     )
     on_sigterm: bool = option(
         True,
@@ -39,7 +39,7 @@ class Elasticity(Section):
         2000, "Upper limit of the train batch size; required when enabled.", gt=0
     )
     micro_batch_sizes: list[Annotated[int, Field(gt=0)]] = option(
-        [2, 4, 6], "Micro batch sizes that a rank may run; required when enabled.", min_length=1
+        [2, 4, 6], "Micro-batch sizes that a rank may run; required when enabled.", min_length=1
     )
     min_gpus: int = option(1, "Fewest ranks that the batch size is chosen for.", gt=0)
     max_gpus: int = option(10000, "Most ranks that the batch size is chosen for.", gt=0)

@@ -306,7 +306,7 @@ class DeepSpeedInferenceConfig(Section):
         1, "It is an error when there is room for fewer than so many.", alias="min_tokens", ge=1
     )
     transposed_mode: bool = option(
-        False, "Weights lie transposed.", without_effect="kernels read both orders"
+        False, "Weights are stored transposed.", without_effect="kernels read both orders"
     )
     cache_tokens: int | None = option(
         None,

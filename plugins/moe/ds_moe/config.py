@@ -24,7 +24,7 @@ ROUTING = (
 
 
 class ExpertParallelConfig(Section):
-    """Expert parallelism for models that have MoE blocks of their own (AutoEP)."""
+    """Expert parallelism for models with their own MoE blocks (AutoEP)."""
 
     enabled: bool = option(
         False, "Find the model's MoE blocks and spread their experts over ranks."

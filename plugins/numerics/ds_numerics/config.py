@@ -18,7 +18,7 @@ class Numerics(Section):
     )
     action: Literal["raise", "warn", "repair"] = option(
         "raise",
-        "What follows a difference: end training on all ranks; warn, and go on with what the "
-        "first pass gave; or go on with what two of three passes agree on, and end training where "
-        "that is not possible.",
+        "What follows a difference: end training on all ranks; warn, and continue with the results "
+        "of the first pass; or continue with what two of three passes agree on, and end training "
+        "where that is not possible.",
     )

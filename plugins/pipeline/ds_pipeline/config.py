@@ -37,7 +37,7 @@ class PipelineConfig(Section):
     )
     activation_checkpoint_interval: int = option(
         0,
-        "Recompute activations in groups of so many layers; 0 leaves it to the PipelineModule.",
+        "Recompute activations in groups of this many layers; 0 leaves it to the PipelineModule.",
         ge=0,
     )
     use_reentrant: bool = option(

@@ -37,7 +37,7 @@ class ProgressiveLayerDropConfig(Section):
     rescale: bool = option(
         True, "Divide what a layer adds by its probability to run, as the expected output needs."
     )
-    seed: int = option(1234, "Which layers a step skips, on every rank alike.")
+    seed: int = option(1234, "Which layers a step skips, the same on every rank.")
 
     def remarks(self, given: Any) -> Iterable[tuple[str, str]]:
         """Numbers that skip nothing, and keys of the other way."""

@@ -15,7 +15,7 @@ class RunRecord(Section):
     writes_outside = ("enabled",)
 
     enabled: bool = option(True, "Write the record.")
-    folder: str = option("runs/run", "Folder of the record; a run that goes on in it appends.")
+    folder: str = option("runs/run", "Folder of the record; a resumed run appends.")
     seconds: float = option(1.0, "How often each rank writes, in the background.", gt=0, le=3600)
     total_steps: int | None = option(
         None,

@@ -16,14 +16,14 @@ class Reproducibility(Section):
     )
     initialization: bool = option(
         False,
-        "Draw the parameters anew in initialize, module by module with reset_parameters, by their "
+        "Draw the parameters again in initialize, module by module with reset_parameters, by their "
         "names.",
     )
     seed: int = option(1234, "Of all numbers.", ge=0, lt=2**63)
     samples: Literal["interleaved", "blocks"] = option(
         "interleaved",
-        "How samples are dealt to ranks: one by one, as the engine's own loader does, or a "
-        "micro-batch to each in turn.",
+        "How samples are distributed to ranks: one by one, as the engine's own loader does, or one "
+        "micro-batch to each rank, in rank order.",
     )
     batch_dim: int = option(
         0, "The dimension of the model's inputs and activations that holds the samples.", ge=0, le=1

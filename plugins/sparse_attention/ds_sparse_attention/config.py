@@ -46,7 +46,7 @@ class SparseAttentionConfig(Section):
     block: int = option(16, "Tokens along the edge of a block.", ge=1)
     different_layout_per_head: bool = option(
         False,
-        "Each head has global or random blocks of its own; false: all heads have those of the "
+        "Each head has different global or random blocks; false: all heads have those of the "
         "first.",
     )
     num_local_blocks: int = option(4, "Blocks of a local window; fixed.", ge=1)
@@ -60,7 +60,7 @@ class SparseAttentionConfig(Section):
         False, "Global blocks look at all tokens, too; fixed and variable, bidirectional only."
     )
     num_different_global_patterns: int = option(
-        1, "Places of the global blocks in a window, in turn over the heads; fixed.", ge=1
+        1, "Places of the global blocks in a window, alternating over the heads; fixed.", ge=1
     )
     num_random_blocks: int = option(
         0, "Blocks drawn at random for each row of blocks; variable, bigbird.", ge=0

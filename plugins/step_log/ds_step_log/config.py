@@ -62,7 +62,7 @@ class MemorySnapshot(Section):
     enabled: bool = option(False, "Take a snapshot.")
     folder: str = option(
         "memory",
-        "The folder for the files, rank0.json and so on; made if it is not there.",
+        "The folder for the files, rank0.json and so on; made if it is missing.",
         min_length=1,
     )
     step: int = option(

@@ -167,10 +167,10 @@ class TensorParallelConfig(Section):
     )
     vocab_parallel_loss: bool = option(
         True,
-        "In training, models of transformers that are given labels compute the loss from logits "
+        "In training, transformers models that get labels compute the loss from logits "
         "that stay divided, and give none. Not of fp64 logits.",
     )
-    partition_config: PartitionConfig | None = option(None, "Rules of one's own.")
+    partition_config: PartitionConfig | None = option(None, "Your rules.")
     tensor_parallel: TensorParallelSize = option(
         TensorParallelSize(), "Size and grain.", alias="tp"
     )

@@ -19,7 +19,7 @@ class TorchProfiler(Section):
     enabled: bool = option(False, "Trace some steps.")
     folder: str = option(
         "traces",
-        "The folder for the files, rank0.json.gz and so on; made if it is not there.",
+        "The folder for the files, rank0.json.gz and so on; made if it is missing.",
         min_length=1,
     )
     wait: int = option(1, "Steps before anything is switched on.", ge=0)

@@ -25,5 +25,5 @@ class Verify(Section):
         False, "Change the initial weights, and floating inputs, by one unit in the last place."
     )
     limit: int = option(
-        65536, "Tensors with more elements than this are compared in a sample of so many.", ge=1
+        65536, "Tensors with more elements than this are compared in a sample of this size.", ge=1
     )

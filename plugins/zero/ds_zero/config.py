@@ -89,12 +89,11 @@ _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 
 
 class ZeroConfig(Section):
-    """What is partitioned over ranks, and how it is communicated. Sizes are numbers of elements."""
+    """What is sharded over ranks, and how it is communicated. Sizes are numbers of elements."""
 
     stage: Literal[0, 1, 2, 3] = option(
         0,
-        "What is partitioned. 0: nothing, 1: optimizer states, 2: and gradients, 3: and "
-        "parameters.",
+        "What is sharded. 0: nothing, 1: optimizer states, 2: and gradients, 3: and parameters.",
         json_schema_extra={"x-ds-tune": [0, 1, 2, 3]},
     )
     # -- gradients
@@ -123,7 +122,7 @@ class ZeroConfig(Section):
     )
     overlap_comm: bool | None = option(
         None,
-        "Reduce gradients while backward goes on; null: only in stage 3. False: backward waits for "
+        "Reduce gradients while backward runs; null: only in stage 3. False: backward waits for "
         "each bucket.",
         json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2, 3]}},
     )
@@ -228,7 +227,7 @@ class ZeroConfig(Section):
         ge=1,
     )
     mics_shard_size: int = option(
-        -1, "MiCS: data-parallel ranks over which states are partitioned; -1: all.", ge=-1
+        -1, "MiCS: data-parallel ranks over which states are sharded; -1: all.", ge=-1
     )
     mics_hierarchical_params_gather: bool = option(
         False,

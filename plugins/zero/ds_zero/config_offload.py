@@ -129,7 +129,7 @@ class ZenFlowConfig(Section):
     )
     overlap_step: bool = option(
         False,
-        "The host updates while training goes on; its weights are used one update_interval later.",
+        "The host updates while training continues; its weights are used one update_interval later.",
     )
     offload: bool = option(
         False, "Keep the states of chosen columns on the host between steps, too."

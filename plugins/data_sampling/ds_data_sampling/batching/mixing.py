@@ -1,4 +1,4 @@
-"""Several data sets in given proportions: one dataset, and the order in which its parts come."""
+"""Several datasets in given proportions: one dataset, and the order in which its parts come."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ds_data_sampling.batching.order import Planned
 
 
 def concatenated(data: Any, weights: Mapping[str, float]) -> ConcatDataset[Any]:
-    """The data sets that `weights` names, one after the other, in the order of `weights`.
+    """The datasets that `weights` names, one after the other, in the order of `weights`.
 
-    data: a mapping of names to data sets, or a list of them, whose names are their places ("0",
+    data: a mapping of names to datasets, or a list of them, whose names are their places ("0",
     "1", ...).
     """
     parts = (
@@ -30,17 +30,17 @@ def concatenated(data: Any, weights: Mapping[str, float]) -> ConcatDataset[Any]:
     ):
         raise UsageError(
             "data_efficiency.data_sampling.mixing: training_data must be a mapping of names to "
-            "data sets, or a list of "
-            f"data sets, not a {type(data).__name__}"
+            "datasets, or a list of "
+            f"datasets, not a {type(data).__name__}"
         )
     if set(parts) != set(weights):
         raise UsageError(
             f"data_efficiency.data_sampling.mixing.weights names {', '.join(weights)}, and "
             "training_data has "
-            f"{', '.join(map(str, parts))}; give each data set a weight"
+            f"{', '.join(map(str, parts))}; give each dataset a weight"
         )
     if empty := [name for name in weights if not len(parts[name])]:
-        raise UsageError(f"training_data: data set {empty[0]!r} is empty")
+        raise UsageError(f"training_data: dataset {empty[0]!r} is empty")
     return ConcatDataset([parts[name] for name in weights])
 
 
@@ -55,9 +55,9 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 class Mixed(Planned):
-    """An order over data sets that lie one after the other, of `sizes` samples each.
+    """An order over datasets that lie one after the other, of `sizes` samples each.
 
-    An epoch has `total` samples: of each data set its share, evenly spread. Each data set is walked
+    An epoch has `total` samples: of each dataset its share, evenly spread. Each dataset is walked
     through in a shuffled order of its own, that goes on in the next epoch where this one stopped,
     and begins anew, shuffled otherwise, when it is through: no sample comes twice before all others
     of its set have come.

@@ -110,7 +110,7 @@ def make_order(
     shuffle: bool = True,
     schedules: Mapping[str, Callable[[int], int]] | None = None,
 ) -> Order:
-    """The order of a data set of `size` samples that `section` asks for: by difficulty, shuffled,
+    """The order of a dataset of `size` samples that `section` asks for: by difficulty, shuffled,
     or as they lie.
 
     schedules: those of metrics whose schedule_type is custom; see `ByDifficulty`.

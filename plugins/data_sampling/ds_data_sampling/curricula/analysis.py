@@ -1,10 +1,10 @@
-"""Measures a data set once, before training, and writes the files that curricula and token budgets
+"""Measures a dataset once, before training, and writes the files that curricula and token budgets
 read.
 
 Several workers measure a part each (ranks, or jobs that know nothing of each other), and one
 combines the parts. In a folder there is a folder for each metric NAME, with
 
-- ``NAME_sample_to_metric.npy``: the value of each sample, in order of the data set,
+- ``NAME_sample_to_metric.npy``: the value of each sample, in order of the dataset,
 - ``NAME_index_to_sample.npy`` and ``NAME_index_to_metric.npy``: samples from the lowest value to
   the highest, and their values; see `ds_data_sampling.curricula.index`,
 - ``NAME_metric_value.npy`` instead, where it is a sum over all samples,
@@ -74,7 +74,7 @@ def rarity_in(folder: str | Path) -> Measure:
     file = Path(folder, VOCABULARY.name, f"{VOCABULARY.name}_metric_value.npy")
     if not file.is_file():
         raise UsageError(
-            f"vocabularyrarity needs how often each token occurs in the data set, and {file} is "
+            f"vocabularyrarity needs how often each token occurs in the dataset, and {file} is "
             "missing; measure and "
             "combine the metric vocabulary first"
         )
@@ -129,7 +129,7 @@ def measure(
 def combine(
     folder: str | Path, measures: Sequence[Measure], size: int, *, workers: int = 1
 ) -> dict[str, Any]:
-    """Put the parts of `workers` workers together, for a data set of `size` samples; parts are
+    """Put the parts of `workers` workers together, for a dataset of `size` samples; parts are
     removed.
 
     Returns what the JSON files say, by metric. Raises UsageError where a part is missing, or the
@@ -159,7 +159,7 @@ def _combine(folder: Path, each: Measure, size: int, workers: int) -> dict[str, 
         values = np.concatenate([part for part in parts if len(part)] or parts)
         if len(values) != size:
             raise UsageError(
-                f"{each.name} was measured of {len(values)} samples, and the data set has {size}"
+                f"{each.name} was measured of {len(values)} samples, and the dataset has {size}"
             )
         facts |= _write_values(base, each.name, values)
     text = json.dumps(facts, indent=2, allow_nan=False)

@@ -67,8 +67,7 @@ class Schedule(Section):
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = (
         option(
             None,
-            "How the difficulty grows: fixed_linear, fixed_root, fixed_discrete, or custom (a "
-            "function of your own).",
+            "How the difficulty grows: fixed_linear, fixed_root, fixed_discrete, or custom (yours).",
         )
     )
     schedule_config: ScheduleConfig = option(ScheduleConfig(), "The numbers of the schedule.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ByDifficulty:
     """An `Order` in which samples wait until every metric admits them at the step's difficulty.
 
-    An epoch has as many samples as the data set; they are not all different while some wait.
+    An epoch has as many samples as the dataset; they are not all different while some wait.
     schedules: functions (step from 1) -> difficulty, by metric, for those whose schedule_type is
     custom; read when a sample is drawn, and not saved.
     """

@@ -52,12 +52,12 @@ class MetricIndex:
 
 
 def read_index(samples: str, metric: str | None, size: int | None = None) -> MetricIndex:
-    """The index in the files `samples` and `metric` for a data set of `size` samples (None: of
+    """The index in the files `samples` and `metric` for a dataset of `size` samples (None: of
     any).
 
     metric: None where only percentiles are asked for. Both files are read once, to check them.
 
-    Raises UsageError for files that are missing, damaged, or of another data set.
+    Raises UsageError for files that are missing, damaged, or of another dataset.
     """
     if not _is_rows(samples):
         found = MetricIndex(read_array(samples), read_array(metric) if metric else None)
@@ -80,7 +80,7 @@ def read_index(samples: str, metric: str | None, size: int | None = None) -> Met
         found = MetricIndex(indices, values, ends)
     if size is not None and len(found.samples) != size:
         raise UsageError(
-            f"{samples} is of a data set of {len(found.samples)} samples; the training data has "
+            f"{samples} is of a dataset of {len(found.samples)} samples; the training data has "
             f"{size}"
         )
     _check_samples(samples, found.samples)

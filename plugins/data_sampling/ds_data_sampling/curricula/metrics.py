@@ -52,7 +52,7 @@ class Rarity:
     """How rare the tokens of a sample are: the sum of -ln(share of the token among all of the data
     set).
 
-    counts: of each token in the data set. Source: DeepSpeed Data Efficiency,
+    counts: of each token in the dataset. Source: DeepSpeed Data Efficiency,
     https://arxiv.org/abs/2212.03597.
     """
 

@@ -21,7 +21,7 @@ KINDS: dict[str, Literal["value", "sum"]] = {
 
 
 class DataAnalyzer:
-    """Measures a data set: `run_map` on every worker, then `run_reduce` on one.
+    """Measures a dataset: `run_map` on every worker, then `run_reduce` on one.
 
     metric_functions: of a batch, as collate_fn makes it.
     metric_types: ``single_value_per_sample`` gives an array with a number for each sample,
