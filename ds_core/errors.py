@@ -35,7 +35,7 @@ class Problem:
 
 
 class ConfigError(DSError, ValueError):
-    """One or more problems in a config; `problems` lists all that can be told at once.
+    """One or more problems in a config; `problems` lists all that can be found at once.
 
     Rules between keys are checked when each key is right, and the number of processes after that;
     `dscore config check` lists all of them.

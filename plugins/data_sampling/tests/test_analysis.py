@@ -1,4 +1,4 @@
-"""The analysis of a data set: what is measured, by how many workers, what is written, and who reads
+"""The analysis of a dataset: what is measured, by how many workers, what is written, and who reads
 it.
 """
 
@@ -175,7 +175,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="worker 1 of 2 has not measured x"):
         combine(tmp_path, [Measure("x", lambda v: v)], 2, workers=2)
     measure(data[:2], [Measure("x", lambda v: v)], tmp_path, worker=1, workers=2)
-    with pytest.raises(UsageError, match="measured of 2 samples, and the data set has 3"):
+    with pytest.raises(UsageError, match="measured of 2 samples, and the dataset has 3"):
         combine(tmp_path, [Measure("x", lambda v: v)], 3, workers=2)
     for text, match in (
         ("lenght", "no metric is called 'lenght'; there are seqlen, vocabulary, vocabularyrarity"),

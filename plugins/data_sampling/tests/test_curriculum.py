@@ -196,9 +196,7 @@ def test_errors(tmp_path: Path) -> None:
         UsageError, match=r"saved with 60 samples and difficulties of seqlen.* and rarity"
     ):
         order_of({"rarity": by_rarity(tmp_path)}).load_state_dict(order.state_dict())
-    with pytest.raises(
-        UsageError, match="is of a data set of 60 samples; the training data has 61"
-    ):
+    with pytest.raises(UsageError, match="is of a dataset of 60 samples; the training data has 61"):
         settings = {"enabled": True, "curriculum_metrics": {"seqlen": by_length(tmp_path)}}
         ByDifficulty(Curriculum.model_validate(settings), SIZE + 1, 0)
 

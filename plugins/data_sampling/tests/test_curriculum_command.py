@@ -137,5 +137,5 @@ def test_analyze(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(UsageError, match="--workers needs --worker"):
         command.analyze("curriculum_data:texts", Path("x"), ["seqlen"], workers=2)
-    with pytest.raises(UsageError, match="is a Broken; a data set"):
+    with pytest.raises(UsageError, match="is a Broken; a dataset"):
         command.analyze("curriculum_data:Broken", Path("x"), ["seqlen"])

@@ -186,7 +186,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
             "names a, and training_data has a, b",
         ),
         ({"mixing": {"weights": {"a": 1}}}, Sentences(), "must be a mapping"),
-        ({"mixing": {"weights": {"0": 1, "1": 1}}}, [[1], []], "data set '1' is empty"),
+        ({"mixing": {"weights": {"0": 1, "1": 1}}}, [[1], []], "dataset '1' is empty"),
         (
             {"packing": {"enabled": True, "row_tokens": 9}},
             Sentences(),
