@@ -199,16 +199,28 @@ def commit_of(root: Path, number: str) -> None:
     say(f"commit {git(root, 'rev-parse', '--short', 'HEAD')}: Release {number}")
 
 
+def set_time(root: Path) -> None:
+    """Files in archives have the time of the commit, so that another build gives the same bytes."""
+    os.environ["SOURCE_DATE_EPOCH"] = git(root, "log", "-1", "--format=%ct")
+
+
 def release(root: Path, options: argparse.Namespace) -> Path:
     """All steps in `root`; gives the folder of the files."""
     number, out, work = options.number, options.root / "dist", options.root / WORK
     if options.dry_run:
         out = work / "dist"
+    if options.binary:
+        set_time(root)
+        out.mkdir(parents=True, exist_ok=True)
+        say(
+            f"binary wheels: {', '.join(build_binary(source_of(root, work / 'source'), out, number))}"
+        )
+        return out
     if not options.build:
         changed = one.write(number, root)
         say(f"version {number}: {len(changed)} files changed")
         commit_of(root, number)
-    os.environ["SOURCE_DATE_EPOCH"] = git(root, "log", "-1", "--format=%ct")
+    set_time(root)
     source = source_of(root, work / "source")
     build_twice(source, out, number)
     say(f"{len(digests(out))} sdists and wheels; a wheel built from its sdist is the same file")
@@ -235,6 +247,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="in a clone; nothing here changes")
     parser.add_argument("--build", action="store_true", help="the files alone, of this commit")
     parser.add_argument("--pure", action="store_true", help="no binary wheels")
+    parser.add_argument("--binary", action="store_true", help="binary wheels alone; with --build")
     parser.add_argument("--skip-tests", action="store_true", help="do not run test-wheels")
     parser.add_argument("--root", type=Path, default=ROOT)
     options = parser.parse_args(words)
