@@ -20,10 +20,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import build as builder
 import version as one
-from build import ROOT, folders, git
 from packaging.version import InvalidVersion, Version
+
+import build as builder
+from build import ROOT, folders, git
 
 FROM_CLONE = re.compile(r"""-c (?:\\?["'])?(?:\$DS_CORE/)?dist/constraints\.txt(?:\\?["'])? """)
 STEPS = re.compile(
@@ -48,11 +49,20 @@ def say(text: str) -> None:
     print(f"{datetime.datetime.now():%H:%M:%S}  {text}", flush=True)
 
 
-def run(words: Sequence[str | Path], root: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run a command; Refused where it fails."""
-    done = subprocess.run([str(w) for w in words], cwd=root, env=env, check=False)
+def run(
+    words: Sequence[str | Path],
+    root: Path,
+    env: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> None:
+    """Run a command; Refused where it fails. quiet: its output is shown only then."""
+    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+    done = subprocess.run(
+        [str(w) for w in words], cwd=root, env=env, check=False, text=True, **kept
+    )
     if done.returncode:
-        raise Refused(f"`{' '.join(map(str, words[:6]))}` ended with {done.returncode}")
+        said = f":\n{done.stdout}" if quiet else ""
+        raise Refused(f"`{' '.join(map(str, words[:6]))}` ended with {done.returncode}{said}")
 
 
 def check_tree(root: Path, number: str, at_tag: bool) -> None:
@@ -81,7 +91,8 @@ def write_notes(root: Path, number: str) -> None:
     if not fragments:
         raise Refused("changes/ has no fragments: there is nothing to release")
     words = ["-m", "towncrier", "build", "--yes", "--version", number, "--dir", root]
-    run([sys.executable, *words], root)
+    run([sys.executable, *words], root, quiet=True)
+    say(f"notes: {len(fragments)} fragments are in CHANGELOG.md")
 
 
 def notes(root: Path, number: str) -> str:
@@ -130,7 +141,7 @@ def build_twice(source: Path, out: Path, number: str) -> None:
     """Sdists and pure wheels; again from the unpacked sdists, which must give the same wheels."""
     shutil.rmtree(out, ignore_errors=True)
     builder.build(folders(source), out, number, ("sdist", "wheel"))
-    again = out.with_name("again")
+    again = source.with_name("again")
     shutil.rmtree(again, ignore_errors=True)
     for sdist in sorted(out.glob("*.tar.gz")):
         with tarfile.open(sdist) as tar:
@@ -151,14 +162,21 @@ def build_binary(source: Path, out: Path, number: str) -> list[str]:
     if shutil.which("c++") is None and shutil.which("g++") is None:
         say("no C++ compiler: no binary wheels")
         return []
-    words = [sys.executable, ROOT / ".ci" / "build.py", out, "--root", source, "--binary", number]
+    place = source.with_name("binary")  # beside wheels, hatchling leaves the libraries there
+    words = [sys.executable, ROOT / ".ci" / "build.py", place, "--root", source, "--binary", number]
     run(words, source, {**os.environ, "DS_BUILD_OPS": "1"})
-    return sorted(file.name for file in out.glob("*.whl") if "-none-any" not in file.name)
+    made = sorted(place.glob("*.whl"))
+    for wheel in made:
+        shutil.move(wheel, out / wheel.name)
+    shutil.rmtree(place)
+    return [wheel.name for wheel in made]
 
 
 def check_files(out: Path) -> None:
     """Metadata, and that READMEs can be rendered where packages are published."""
-    run([sys.executable, "-m", "twine", "check", "--strict", *sorted(out.iterdir())], out)
+    files = [out / name for name in digests(out)]
+    run([sys.executable, "-m", "twine", "check", "--strict", *files], out, quiet=True)
+    say(f"twine check --strict: {len(files)} files passed")
 
 
 def check_wheels(root: Path, out: Path) -> None:
@@ -233,7 +251,7 @@ def release(root: Path, options: argparse.Namespace) -> Path:
     else:
         check_wheels(root, out)
         say("test-wheels: passed")
-    (out.parent / f"{out.name}-notes.md").write_text(notes(root, number), "utf-8")
+    (out / "NOTES.md").write_text(notes(root, number), "utf-8")
     write_sums(out)
     return out
 

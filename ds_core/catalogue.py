@@ -50,7 +50,7 @@ def documented() -> Mapping[str, Mapping[str, Any]]:
 def install(dist: str) -> str:
     """How to install a distribution, to go into a sentence.
 
-    Those of this repository are published nowhere yet; `make wheels` writes dist/constraints.txt.
+    Those of this repository are published nowhere yet: they come from a clone.
     """
     if dist not in _catalogue()["folders"]:
         return f"`pip install {dist}`"
