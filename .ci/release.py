@@ -1,8 +1,8 @@
-"""Make a release: version, notes, a commit and a tag, sdists and wheels that have been checked. Uploads nothing.
+"""Make a release: version, notes, commit and tag; sdists and wheels, checked. Uploads nothing.
 
-python .ci/release.py 0.2.0              what RELEASING.md says, in this tree: `make release VERSION=0.2.0`
-python .ci/release.py 0.2.0 --dry-run    the same in a clone below build/release; this tree stays as it is
-python .ci/release.py 0.2.0 --build      only the files, of a commit that has the version: the workflow does this
+python .ci/release.py 0.2.0            in this tree: `make release VERSION=0.2.0` (RELEASING.md)
+python .ci/release.py 0.2.0 --dry-run  in a clone below build/release; this tree does not change
+python .ci/release.py 0.2.0 --build    only the files, of a commit that has this version
 """
 
 from __future__ import annotations
