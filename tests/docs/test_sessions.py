@@ -17,7 +17,7 @@ import pytest
 from ds_testing.processes import clean_environment
 from pages import DOCS, blocks
 
-PAGES = ("troubleshooting.md",)
+PAGES = ("performance.md", "troubleshooting.md")
 NOTE = "no-run: by tests/docs/test_sessions.py"
 FILE = re.compile(r"<!-- file (\S+) -->\n```[^\n]*\n(.*?)```", re.DOTALL)
 NUMBER = re.compile(r"\d+(?:\\\.\d+)?(?:e\\?[-+]\d+)?")
