@@ -10,6 +10,7 @@ WORLDS = {
     "docs/how-it-works.md": 2,
     "docs/moe.md": 2,
     "docs/pipeline.md": 2,
+    "docs/recipes.md": 2,
     "plugins/pipeline/README.md": 2,
 }
 """Page -> how many ranks run it, where it is not one."""
@@ -104,12 +105,29 @@ transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save
 """,
     "docs/monitors.md": ENGINE + "loss = engine(x, y)\n",
     "docs/training.md": ENGINE
+    + CONFIG_FILE
     + """
 from itertools import cycle
 
+engine.destroy()
 iterator = cycle([(x, y)])
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
 actor, critic = (ds_core.initialize(model=nn.Linear(4, 1), config=config)[0] for _ in range(2))
+""",
+    "docs/recipes.md": TORCH
+    + CONFIG_FILE.replace(
+        "json.dumps(config)", 'json.dumps({**config, "zero_optimization": {"stage": 3}})'
+    )
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return (self.head(self.body(x).relu()) - y).square().mean()
+
+data, held_out = (torch.utils.data.TensorDataset(torch.randn(n, 4), torch.randn(n, 1)) for n in (16, 5))
 """,
     "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
     "docs/moe.md": TORCH + CONFIG_FILE,

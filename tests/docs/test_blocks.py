@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from page_setups import SETUPS, SLOW, WORLDS
 from pages import ROOT, Block, blocks, name_of, pages
+from played import PAGES as PLAYED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,7 +32,7 @@ else:
 
 ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
-    "docs/tutorials/train-my-script.md": "tests/docs/test_tutorial.py",
+    **{name_of(page): "tests/played.py" for page in PLAYED},
     "docs/architecture.md": "tests/docs/test_recipes.py",
     "docs/tutorials/write-an-accelerator.md": "examples/third_party_accelerator/tests",
 }
@@ -40,7 +41,7 @@ ELSEWHERE = {
 RECIPES = "docs/plugins/"
 """Their Python is of templates, which plugins/new/tests tests; their commands are run."""
 
-LANGUAGES = {"python", "sh", "console", "json", "yaml", "toml", "text", "cpp"}
+LANGUAGES = {"python", "sh", "console", "json", "yaml", "toml", "text", "cpp", "diff"}
 COMMANDS = ("dscore", "python", "pip", "make", "deepspeed", "torchrun", "accelerate", "export")
 PAGES = [page for page in pages() if blocks(page)]
 RUN = [

@@ -1,71 +1,44 @@
-"""docs/tutorials/train-my-script.md does what it shows: its files, its commands in order, and their
+"""The pages that are played do what they show: their files, their commands in order, and their
 output.
 
-``python tests/docs/test_tutorial.py`` runs it and writes the output into the page.
+``python tests/docs/test_tutorial.py PAGE...`` runs them and writes the output into the pages;
+``--frontends``: those of the front-ends too, with the Python of `make test-frontends`.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from ds_testing.processes import run
-from pages import DOCS, blocks
 
-PAGE = DOCS / "tutorials" / "train-my-script.md"
-CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
-
-def write_files(folder: Path) -> None:
-    """The files that the page tells its reader to write."""
-    for block in blocks(PAGE):
-        if block.file:
-            (folder / block.file).write_text(block.text)
-        elif block.language == "json":
-            (folder / "ds_config.json").write_text(block.text)
-
-
-def played(folder: Path) -> str:
-    """The page with the output that its commands have in `folder`, one after the other."""
-
-    def play(found: re.Match[str]) -> str:
-        lines = []
-        for command in re.findall(r"^\$ (.+)$", found[1], re.MULTILINE):
-            program, *arguments = shlex.split(command)
-            path = Path(sys.executable).with_name(program)
-            said = run([str(path if path.exists() else program), *arguments], cwd=folder)
-            lines += [f"$ {command}", *said.rstrip("\n").splitlines()]
-        return "```console\n" + "\n".join(lines) + "\n```"
-
-    write_files(folder)
-    return CONSOLE.sub(play, PAGE.read_text("utf-8"))
-
-
-def masked(text: str) -> str:
-    """`text` without digits, which other processors round otherwise."""
-    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)
+from pages import DOCS, name_of
+from played import CONSOLE, PAGES, masked, played
 
 
 @pytest.mark.slow
-def test_the_tutorial_is_what_it_shows(tmp_path: Path) -> None:
-    assert masked(played(tmp_path)) == masked(PAGE.read_text("utf-8")), (
-        "run python tests/docs/test_tutorial.py"
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_what_it_shows(page: Path, tmp_path: Path) -> None:
+    assert masked(played(page, tmp_path)) == masked(page.read_text("utf-8")), (
+        f"run python tests/docs/test_tutorial.py {name_of(page)}"
     )
 
 
 def test_it_shows_that_the_loss_falls() -> None:
-    plain, ours = (
-        re.findall(r"epoch \d: loss ([\d.]+)", text)
-        for text in CONSOLE.findall(PAGE.read_text())[0:3:2]
-    )
+    texts = [found["text"] for found in CONSOLE.finditer(PAGES[0].read_text("utf-8"))]
+    plain, ours = (re.findall(r"epoch \d: loss ([\d.]+)", text) for text in texts[0:3:2])
     assert len(plain) == len(ours) == 3
     assert max(float(plain[-1]), float(ours[-1])) < 0.5
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=DOCS.parent) as name:
-        PAGE.write_text(played(Path(name)), "utf-8")
+    names = [word for word in sys.argv[1:] if word != "--frontends"]
+    for chosen in [Path(name).resolve() for name in names] or PAGES:
+        with tempfile.TemporaryDirectory(dir=DOCS.parent) as folder:
+            text = played(chosen, Path(folder), frontends="--frontends" in sys.argv)
+        chosen.write_text(text, "utf-8")
