@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from build import ROOT, VERSION, folders, version
 from packaging.version import InvalidVersion, Version
+
+from build import ROOT, VERSION, folders, version
 
 OWN = re.compile(r'^version = "[^"]*"$', re.MULTILINE)
 OURS = re.compile(r'"(dscore-[\w-]+(?:\[[\w,-]+\])?)[<>=~!][^"]*"')
