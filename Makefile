@@ -79,7 +79,8 @@ $(STAMP):
 	@[ '$(UV)' = no ] || command -v uv > /dev/null || $(PIP) uv 2> /dev/null || echo "  without uv, by pip"
 	@$(INSTALL) -r requirements-dev.txt
 	@echo "set-up 4/4: $(words $(DISTS)) distributions"
-	@$(PY) -m pip list --editable --format=freeze 2> /dev/null | sed 's/==.*//' | xargs -r $(PY) -m pip uninstall -qqy  # of earlier names
+	@$(PY) -m pip list --editable --format=freeze 2> /dev/null | sed 's/==.*//' | grep -vxFf <(sed -n 's/^name = "\(.*\)"/\1/p' $(addsuffix /pyproject.toml,$(DISTS))) \
+	  | xargs -r $(PY) -m pip uninstall -qqy || test $$? = 1  # what this clone has no more, or under another name
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(DISTS))
 	@$(PY) -m pip check
 	@touch $@
