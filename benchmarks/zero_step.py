@@ -2,9 +2,11 @@
 ZeroRedundancyOptimizer, DeepSpeed.
 
 All train one GPT of 30 M parameters (examples/gpt/model.py) in fp32 with AdamW on the same data and
-seeds, 2 ranks over gloo, one thread each. Each contestant is driven in blocks of a few steps, which
-are interleaved, so that a noisy machine hits all alike. DeepSpeed, which patches torch, has
-processes of its own, which run in turn with the others.
+seeds, 2 ranks over gloo, one thread each. FSDP2 and stage 3 run both ways: weights gathered for
+forward and again for backward (FSDP2's default), or kept from forward to backward (ds_core's).
+Each contestant is driven in blocks of a few steps, which are interleaved, so that a noisy machine
+hits all alike. DeepSpeed, which patches torch, has processes of its own, which run in turn with the
+others.
 
     python benchmarks/zero_step.py [--clip 1.0] [--deepspeed-python PYTHON] [--only NAME ...]
 
@@ -41,7 +43,16 @@ ROOT = Path(__file__).parent.parent
 LR = 1e-3
 DECAY = 0.01
 WARMUP = 2
-ONE_SET = ("DDP", "FSDP2", "ZeroRedundancyOptimizer", *(f"ds_core stage {s}" for s in range(4)))
+KEPT = "FSDP2, weights kept"
+AGAIN = "ds_core stage 3, weights gathered twice"
+ONE_SET = (
+    "DDP",
+    "FSDP2",
+    KEPT,
+    "ZeroRedundancyOptimizer",
+    *(f"ds_core stage {s}" for s in range(4)),
+    AGAIN,
+)
 DEEPSPEED = tuple(f"DeepSpeed stage {s}" for s in (1, 2, 3))
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -90,20 +101,23 @@ def zero_redundancy(model: nn.Module, arguments: argparse.Namespace) -> Step:
     return with_torch(wrapped, optimizer, arguments.clip)
 
 
-def fsdp2(model: nn.Module, arguments: argparse.Namespace) -> Step:
+def fsdp2(model: nn.Module, arguments: argparse.Namespace, reshard: bool = True) -> Step:
+    """reshard: free gathered weights after forward, and gather them again for backward."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)  # type: ignore[arg-type]
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
     return with_torch(model, optimizer, arguments.clip)
 
 
 def settings(stage: int, arguments: argparse.Namespace, **optimizer: Any) -> dict[str, Any]:
     overlap = {"overlap_comm": True} if arguments.overlap else {}
+    without = {"plugins": {"disable": ["dscore-ops-cpu"]}} if arguments.gloo else {}
     return {
+        **without,
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": arguments.clip,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, **optimizer}},
@@ -121,10 +135,12 @@ def with_engine(engine: Any) -> Step:
     return step
 
 
-def ds_core_stage(model: nn.Module, arguments: argparse.Namespace, stage: int) -> Step:
+def ds_core_stage(model: nn.Module, arguments: argparse.Namespace, stage: int, **zero: Any) -> Step:
     import ds_core
 
-    return with_engine(ds_core.initialize(model=model, config=settings(stage, arguments))[0])
+    config = settings(stage, arguments)
+    config.get("zero_optimization", {}).update(zero)
+    return with_engine(ds_core.initialize(model=model, config=config)[0])
 
 
 def deepspeed_stage(model: nn.Module, arguments: argparse.Namespace, stage: int) -> Step:
@@ -141,6 +157,10 @@ def make(name: str, arguments: argparse.Namespace) -> Step:
     whole = {"DDP": ddp, "FSDP2": fsdp2, "ZeroRedundancyOptimizer": zero_redundancy}
     if name in whole:
         return whole[name](model, arguments)
+    if name == KEPT:
+        return fsdp2(model, arguments, reshard=False)
+    if name == AGAIN:
+        return ds_core_stage(model, arguments, 3, max_reuse_distance=0)
     maker = ds_core_stage if name.startswith("ds_core") else deepspeed_stage
     return maker(model, arguments, int(name[-1]))
 
@@ -331,6 +351,11 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0, help="gradient clipping; 0: none")
     parser.add_argument(
         "--overlap", action="store_true", help="set overlap_comm, which is off in stages 1 and 2"
+    )
+    parser.add_argument(
+        "--gloo",
+        action="store_true",
+        help="ds_core without dscore-ops-cpu: all bytes go over gloo, as those of the others do",
     )
     parser.add_argument(
         "--deepspeed-python", metavar="PYTHON", help="an interpreter that has deepspeed installed"
