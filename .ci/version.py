@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from packaging.version import InvalidVersion, Version
 from build import ROOT, VERSION, folders, version
 
 OWN = re.compile(r'^version = "[^"]*"$', re.MULTILINE)
-OURS = re.compile(r'"(dscore-[\w-]+(?:\[[\w,-]+\])?)[<>=~!][^"]*"')
+PREFIX = runpy.run_path(str(ROOT / "ds_core" / "naming.py"))["PREFIX"]
+OURS = re.compile(rf'"({PREFIX}[\w-]+(?:\[[\w,-]+\])?)[<>=~!][^"]*"')
 CITED = re.compile(r"^version: .*$", re.MULTILINE)
 
 
