@@ -103,6 +103,7 @@ folder = "models/SmolLM2-135M-Instruct"
 model.save_pretrained(folder)
 transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0").save_pretrained(folder)
 """,
+    "docs/migrate.md": CONFIG_FILE,
     "docs/monitors.md": ENGINE + "loss = engine(x, y)\n",
     "docs/training.md": ENGINE
     + CONFIG_FILE

@@ -25,7 +25,7 @@ _READ = "ds_checkpoint_deepspeed"
 _NAMES = f"{_READ}.reading.folder"
 _FOLDER = differs(
     f"{_READ}.ranks.rank_checkpoint",
-    "of folders of DeepSpeed's, read without running code in them; `dscore checkpoint "
+    "of DeepSpeed folders, read without running code in them; `dscore checkpoint "
     "export-deepspeed` makes such",
 )
 
@@ -36,7 +36,7 @@ NAMES: Mapping[str, Rows] = {
         "convert_zero_checkpoint_to_state_dict": _CONVERTED,
         "get_model_state_file get_optim_files get_model_state_files get_checkpoint_files": differs(
             "ds_checkpoint_deepspeed.ranks.state_files",
-            "of a checkpoint of ds_core's: two small files that are made to be read",
+            "of a ds_core checkpoint: two small files that are made to be read",
         ),
         "parse_model_states parse_optim_states": _FILES,
     },

@@ -11,7 +11,7 @@ _BUILDER = differs(
     "`dscore ops build` builds; load() gives the optimizer's kernel",
 )
 _SPARSE = missing(
-    "the section sparse_attention serves models of transformers, SparseSelfAttention others"
+    "the section sparse_attention serves transformers models, SparseSelfAttention others"
 )
 _GDS = missing("files are read into host memory; use `AsyncIOBuilder`")
 
@@ -38,7 +38,7 @@ NAMES: Mapping[str, Rows] = {
         "FusedLambBuilder": _BUILDER,
         "AsyncIOBuilder": "ds_nvme.handle",
         "GDSBuilder": _GDS,
-        "SparseAttnBuilder": missing("ds_sparse_attention needs no operation of its own"),
+        "SparseAttnBuilder": missing("ds_sparse_attention needs no separate operation"),
         "QuantizerBuilder TransformerBuilder InferenceBuilder StochasticTransformerBuilder "
         "RandomLTDBuilder "
         "EvoformerAttnBuilder FPQuantizerBuilder UtilsBuilder CCLCommBuilder "

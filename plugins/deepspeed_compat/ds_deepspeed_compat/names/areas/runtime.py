@@ -88,7 +88,7 @@ NAMES: Mapping[str, Rows] = {
         "RepeatingLoader": "ds_core",
         "DeepSpeedDataLoader": differs(
             "ds_deepspeed_compat.engines.loader",
-            "shuffles anew in each epoch, and has no worker processes unless told",
+            "shuffles again in each epoch, and has no worker processes unless told",
         ),
     },
     "deepspeed.runtime.torch_autocast": {

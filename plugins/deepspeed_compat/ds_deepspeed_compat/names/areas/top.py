@@ -36,7 +36,7 @@ NAMES: Mapping[str, Rows] = {
         "PipelineModule": "ds_pipeline",
         "DeepSpeedDataLoader": differs(
             "ds_deepspeed_compat.engines.loader",
-            "shuffles anew in each epoch, and has no worker processes unless told",
+            "shuffles again in each epoch, and has no worker processes unless told",
         ),
         "DeepSpeedOptimizer ZeROOptimizer": "ds_deepspeed_compat.engines.optimizer",
         "DeepSpeedConfig": differs("ds_deepspeed_compat.configs.deepspeed_config", _CONFIG),
