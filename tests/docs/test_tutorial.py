@@ -22,6 +22,7 @@ from played import CONSOLE, PAGES, masked, played
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_is_what_it_shows(page: Path, tmp_path: Path) -> None:
     assert masked(played(page, tmp_path)) == masked(page.read_text("utf-8")), (

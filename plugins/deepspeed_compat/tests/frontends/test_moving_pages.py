@@ -13,6 +13,7 @@ from played import FRONTENDS, PAGES, masked, played
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if FRONTENDS in page.read_text("utf-8")], ids=name_of
 )
