@@ -115,6 +115,15 @@ def mean(said: str) -> float:
     return float(found[1])
 
 
+def test_its_picture_is_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from _site.idea_picture import TARGET, draw
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    assert TARGET.read_text("utf-8") == draw(), "run python docs/_site/idea_picture.py"
+
+
 def test_it_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 130
 
