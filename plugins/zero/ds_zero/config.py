@@ -284,8 +284,7 @@ class ZeroConfig(Section):
     save_muon_momentum_buffer_in_memory: bool = option(
         False,
         "Keep Muon's momentum out of NVMe.",
-        without_effect="Muon's states always stay in memory: its device can be cpu, and NVMe is an "
-        "error that says so",
+        without_effect="Muon's momentum is stored where offload_optimizer puts the other states",
     )
     pipeline_loading_checkpoint: bool = option(
         False,
