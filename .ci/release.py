@@ -245,14 +245,14 @@ def release(root: Path, options: argparse.Namespace) -> Path:
     if not options.pure:
         binary = build_binary(source, out, number)
         say(f"binary wheels: {', '.join(binary) or 'none'}")
+    (out / "NOTES.md").write_text(notes(root, number), "utf-8")
+    write_sums(out)
     check_files(out)
     if options.skip_tests:
         say("test-wheels: skipped")
     else:
         check_wheels(root, out)
         say("test-wheels: passed")
-    (out / "NOTES.md").write_text(notes(root, number), "utf-8")
-    write_sums(out)
     return out
 
 

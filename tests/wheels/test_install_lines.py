@@ -74,28 +74,36 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def foundations(folder: Path) -> None:
-    """Show the environment in `folder` all packages of this one but ours."""
-    (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
-    found = folder / "found"
-    found.mkdir()
+@pytest.fixture(scope="module")
+def foundations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Links to all packages of this environment but ours."""
+    found = tmp_path_factory.mktemp("foundations")
     for dist in metadata.distributions():
         tops = {Path(f).parts[0] for f in dist.files or ()} - {"..", "__pycache__"}
         if not dist.name.startswith("dscore-") and dist.name != "pip":
             for top in tops:
                 if not (found / top).exists():
                     (found / top).symlink_to(Path(str(dist.locate_file(top))))
-    (site / "found.pth").write_text(f"{found}\n")
+    return found
 
 
-def installed(words: tuple[str, ...], clone: Path, folder: Path, *options: str) -> dict[str, str]:
+@pytest.fixture
+def environment(foundations: Path, tmp_path: Path) -> Path:
+    """The folder of an environment that has none of ours."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env" / "lib").glob("python3*/site-packages")
+    (site / "found.pth").write_text(f"{foundations}\n")
+    return tmp_path
+
+
+def installed(
+    words: tuple[str, ...], clone: Path, environment: Path, *options: str
+) -> dict[str, str]:
     """Run the line; gives the versions of ours that are there, after importing each."""
-    venv.create(folder / "env", with_pip=False)
-    foundations(folder)
-    python = str(folder / "env" / "bin" / "python")
+    python = str(environment / "env" / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-compile"]
     run([*pip, *options, "-c", "dist/constraints.txt", *words], cwd=clone, timeout=300)
-    said = run([python, "-c", LOOK], cwd=folder, env=clean_environment(HOME=str(folder)))
+    said = run([python, "-c", LOOK], cwd=environment, env=clean_environment(HOME=str(environment)))
     found: dict[str, str] = json.loads(said.splitlines()[0])
     return found
 
@@ -114,27 +122,31 @@ def test_the_lines_are_those_of_the_documents() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", OFFLINE, ids=" ".join)
-def test_a_line_installs_what_it_says(words: tuple[str, ...], clone: Path, tmp_path: Path) -> None:
-    check(words, clone, installed(words, clone, tmp_path, "--no-index"))
+def test_a_line_installs_what_it_says(
+    words: tuple[str, ...], clone: Path, environment: Path
+) -> None:
+    check(words, clone, installed(words, clone, environment, "--no-index"))
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("words", ONLINE, ids=" ".join)
 def test_a_line_with_what_an_index_brings(
-    words: tuple[str, ...], clone: Path, tmp_path: Path
+    words: tuple[str, ...], clone: Path, environment: Path
 ) -> None:
-    check(words, clone, installed(words, clone, tmp_path))
+    check(words, clone, installed(words, clone, environment))
 
 
 @pytest.mark.slow
-def test_a_newer_release_on_an_index_is_not_taken(clone: Path, tmp_path: Path) -> None:
+def test_a_newer_release_on_an_index_is_not_taken(
+    clone: Path, environment: Path, tmp_path: Path
+) -> None:
     """Somebody else's dscore-zero 0.1.5, which satisfies every bound that we have."""
     index = tmp_path / "index"
     place = index / "dscore-zero"
     place.mkdir(parents=True)
     strange = builder.build([ROOT / "plugins" / "zero"], place, "0.1.5")[0]
     (place / "index.html").write_text(f'<a href="{strange.name}">{strange.name}</a>')
-    found = installed(("dscore-zero",), clone, tmp_path, "--index-url", index.as_uri())
+    found = installed(("dscore-zero",), clone, environment, "--index-url", index.as_uri())
     assert found["dscore-zero"].startswith(f"{builder.version(ROOT)}+g")
 
     plain = [
