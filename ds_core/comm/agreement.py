@@ -3,7 +3,7 @@ same thing.
 
 [Note: one fails, all fail] Where ranks do the same work on different parts of a model, one may find
 a fault that others cannot see. They would wait for it in the next collective. `together` ends such
-work with word of every rank. A rank that failed says so in the place of its next `all_gather_json`,
+work with word of every rank. A rank that failed says so instead of its next `all_gather_json`,
 so that ranks which agree on something inside of the work hear it there.
 """
 

@@ -201,7 +201,7 @@ def build_config(
     installed: section names that enabled plugins claim (for suggestions).
     disabled: section -> why it is off.
     later: see `load_config`.
-    problems: gets what is wrong, which the config is then without, in place of an error.
+    problems: gets what is wrong, which the config is then without, instead of an error.
 
     Raises ConfigError with every problem of the core and of all sections, one for each key.
     """

@@ -313,7 +313,7 @@ class Telemetry:
             self._losses.append(loss.detach())
 
     def set_loss(self, loss: Tensor) -> None:
-        """Record the whole batch's mean loss (train_batch), in place of the micro-batches'
+        """Record the whole batch's mean loss (train_batch), instead of the micro-batches'
         losses."""
         # Times gas, by which `_metrics` divides the sum of the micro-batches' losses.
         self._losses = [loss * self.ctx.batch.gas] if self.has_readers else []

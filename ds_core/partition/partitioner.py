@@ -71,7 +71,7 @@ class Partitioner(ABC):
         groups: optimizer parameter groups over the module's parameters.
         updated: whether there will be an optimizer; without one weights stay as they are.
 
-        Returns the same groups with the tensors that the optimizer is to update in the place of the
+        Returns the same groups with the tensors that the optimizer is to update instead of the
         parameters. Collective.
         """
 

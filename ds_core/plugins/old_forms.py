@@ -1,7 +1,7 @@
 """Hooks and partitioners in the form of an earlier contract, which plugins may still have
 (torch-free).
 
-`adapted` gives in place of such a module one with the hooks of today, `give_plans` lets such a
+`adapted` replaces such a module by one with the current hooks, `give_plans` lets such a
 partitioner find what it reads; both warn the author. What is here goes two minor releases after it
 was replaced (docs/stability.md).
 """
@@ -136,7 +136,7 @@ FORMS: tuple[tuple[Callable[[Hooks], bool], str, Callable[[Hooks], None]], ...] 
 # -- partitioners that were written before `BackwardPlan` ------------------------------------------
 
 PLANS = (
-    "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, in place of the "
+    "{kind}.{old}: begin and finish take a BackwardPlan and attach takes updated=, instead of the "
     "attributes sync, hold, may_wait and updated that the core set (ds_core.partition.BackwardPlan)"
 )
 

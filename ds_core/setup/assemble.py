@@ -156,7 +156,7 @@ def _assemble(
     # A failure detaches the partitioner; the step is added now, so that all ranks have it.
     attached = ExitStack()
     ctx.undo(attached.close, collective=True)
-    # What updates it: the tensors that the partitioner gives in place of the parameters.
+    # What updates it: the tensors that the partitioner gives instead of the parameters.
     with comm.together():
         built = attach(ctx, partitioner, attached, optimizer, model_parameters, chosen)
     if built is not None:
