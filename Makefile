@@ -18,7 +18,7 @@
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
 #   make release-notes  what changes/ becomes in CHANGELOG.md; WRITE=1 moves it there
-#   make catalogue    ds_core/catalogue.json, from the packages' entry points
+#   make catalogue    ds_core/catalogue.json and the stub of engine methods, from the packages
 #   make clean        remove everything that these made, .venv too
 
 SHELL := /bin/bash
@@ -210,6 +210,7 @@ release-notes: $(STAMP)
 
 catalogue: $(STAMP)
 	PYTHONPATH=tests $(PY) tests/architecture/catalogue.py
+	PYTHONPATH=tests $(PY) tests/architecture/engine_methods.py
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) -r docs/requirements.txt

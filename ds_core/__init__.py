@@ -10,7 +10,7 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ds_core.moved import install, names_of
@@ -27,7 +27,7 @@ install()
 
 def names_on_first_use(
     package: str, homes: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]:
     """The package's ``__getattr__`` and ``__dir__``.
 
     homes: module below the package -> its names that the package has, joined by spaces. Without it
@@ -54,17 +54,19 @@ def names_on_first_use(
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *home()})
+    return load, home
 
 
 def _imported_by_stub(package: str) -> dict[str, str]:
-    """Name -> the module that the package's stub imports it from."""
+    """Name -> the module that the package's stub imports it from, or the package itself."""
     text = pkgutil.get_data(package, "__init__.pyi") or b""
     found = {}
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.ImportFrom) and statement.module:
             # "import X as X" hands X on; other imports are for the stub's own annotations.
             found.update({n.asname: statement.module for n in statement.names if n.asname})
+        elif isinstance(statement, ast.AnnAssign):
+            found[ast.unparse(statement.target)] = package
     return found
 
 

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ds_core.accelerator import get_accelerator as get_accelerator
@@ -14,8 +14,9 @@ from ds_core.partition import Partitioner as Partitioner
 from ds_core.partition import Replicated as Replicated
 from ds_core.plugins.hookspecs import hookimpl as hookimpl
 from ds_core.process import reset as reset
-from ds_core.setup.assemble import initialize as initialize
 from ds_core.setup.compose import compose as compose
+from ds_core.setup.start import Initialized as Initialized
+from ds_core.setup.start import initialize as initialize
 
 __version__: str
 contract: int
@@ -23,4 +24,4 @@ oldest_contract: int
 
 def names_on_first_use(
     package: str, homes: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]: ...
+) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]: ...

@@ -127,7 +127,11 @@ def _digest(value: Any) -> str:
 
 
 def load_config(
-    source: Any, *, fill_later: bool = False, problems: list[Problem] | None = None
+    source: Any,
+    *,
+    fill_later: bool = False,
+    problems: list[Problem] | None = None,
+    given: Iterable[object] = (),
 ) -> tuple[Plugins, RunConfig]:
     """Load the plugins that a config, with DS_CONFIG_OVERRIDES, names, and check it.
 
@@ -135,13 +139,14 @@ def load_config(
     fill_later: keys that say "auto" count as left out, because an integration will fill them in
         before training.
     problems: see `build_config`.
+    given: modules and objects that take part, besides what the config names.
 
     Raises ConfigError with every problem, or PluginError when a named plugin is missing or broken.
     """
     from ds_core.plugins import Plugins
 
     source = overridden(read_in_part(source))
-    plugins = Plugins(plugin_settings(source))
+    plugins = Plugins(plugin_settings(source), given=given)
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
     return plugins, build_config(
         source, models, plugins.sections(), plugins.disabled(), fill_later, problems

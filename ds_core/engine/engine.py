@@ -44,14 +44,18 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_core.engine import Loader
+    from ds_core.engine.methods import PluginMethods
     from ds_core.entries import Request
+else:
+    PluginMethods = object
 
 
-class Engine(RunningEngine):
+class Engine(RunningEngine, PluginMethods):
     """A model being trained, made by `ds_core.initialize`.
 
     Unknown attributes are methods of plugins that take part (`ds_engine_methods`), then the
-    module's, then methods of installed backends.
+    module's, then methods of installed backends. Type checkers know the methods of this
+    repository's packages (``methods.pyi``), and no others, so that a misspelt name is an error.
 
     Its parts, counters and getters: `RunningEngine`.
     """
@@ -106,7 +110,7 @@ class Engine(RunningEngine):
         self.telemetry.begin()
         self._follow_phases()
 
-    def __getattr__(self, name: str) -> Any:
+    def _forwarded(self, name: str) -> Any:
         # The next lines read these two: before they are set that would never end.
         if name.startswith("__") or name in ("module", "_methods"):
             raise AttributeError(name)
@@ -120,6 +124,9 @@ class Engine(RunningEngine):
             from ds_core.catalogue import find_elsewhere
 
             return find_elsewhere(self, name, error)
+
+    if not TYPE_CHECKING:
+        __getattr__ = _forwarded
 
     def add_methods(self, given: Mapping[str, Answer]) -> None:
         """Take what plugins answer to ``ds_engine_methods``.

@@ -18,13 +18,14 @@ import inspect
 import logging
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, cast
 
 import pluggy
 
 from ds_core import __version__
-from ds_core.errors import PluginError
+from ds_core.errors import PluginError, UsageError
 from ds_core.moved import HOOKS_BEFORE, check_contract
 from ds_core.plugins import hookspecs
 from ds_core.plugins.calls import Implementation
@@ -45,7 +46,10 @@ from ds_core.plugins.discovery import (
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.setup.builtin"
-LOADED = "plugins.load"  # in place of a distribution, for modules that the config loads
+LOADED = "loaded by"
+"""In place of a distribution, for modules that the config loads and for what `initialize` is given; the
+version says which.
+"""
 
 log = logging.getLogger("ds_core.plugins")
 
@@ -80,10 +84,14 @@ class Registry:
     """The plugins of one run: what is installed, what is loaded, and who takes part.
 
     found: entry points to use instead of the installed ones (tests).
+    given: modules and objects that take part, as if ``plugins.load`` named them.
     """
 
     def __init__(
-        self, settings: PluginSettings | None = None, found: Iterable[Found] | None = None
+        self,
+        settings: PluginSettings | None = None,
+        found: Iterable[Found] | None = None,
+        given: Iterable[object] = (),
     ) -> None:
         self.settings = settings or PluginSettings()
         self._manager = _Manager("ds_core")
@@ -105,6 +113,7 @@ class Registry:
         self._load_new(Found("core", BACKENDS, BUILTIN, "dscore-train", __version__))
         self._load_required()
         self._load_named_modules()
+        self._load_given(given)
 
     # -- loading -----------------------------------------------------------------------------------
 
@@ -185,7 +194,8 @@ class Registry:
         """Which of `owners` serves: the one that ``plugins.prefer`` names under `key`, else the
         only one.
 
-        Modules that ``plugins.load`` names win over installed plugins, and these over the core.
+        What ``plugins.load`` names or `initialize` was given wins over installed plugins, and these
+        over the core.
         """
         wanted = next(
             (dist for k, dist in self.settings.prefer.items() if k.lower() == key.lower()), None
@@ -232,23 +242,44 @@ class Registry:
         for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
-            found = Found((name or module).strip(), group, module.strip(), LOADED, "0")
-            if name and any(
-                f.dist == LOADED and f.name == found.name and f.group == SECTIONS
-                for f in self._reports
-            ):
-                raise PluginError(
-                    f"plugins.load names two modules for section {found.name!r}; leave one out"
-                )
+            found = Found((name or module).strip(), group, module.strip(), LOADED, "plugins.load")
             self._load_new(found)
 
-    def _load_new(self, found: Found) -> None:
+    def _load_given(self, given: Iterable[object]) -> None:
+        """Load modules and objects. Their sections are named by `ds_config`, or by the module or
+        class.
+        """
+        for index, plugin in reversed([*enumerate(given)]):  # pluggy calls last-in first
+            if isinstance(plugin, (str, type)):
+                raise UsageError(
+                    f"initialize(plugins=): item {index} is {plugin!r}; give a module, or an object "
+                    "with methods such as ds_step_end (plugins.load of the config takes names)"
+                )
+            path = getattr(plugin, "__name__", f"{index}.{type(plugin).__qualname__}")
+            found = Found(path, BACKENDS, path, LOADED, "initialize(plugins=)")
+            hooks = ModuleType(path)
+            for name in dir(plugin):
+                if name.lower().startswith("ds_"):
+                    setattr(hooks, name, getattr(plugin, name))
+            self._load_new(found, hooks)
+            for described in self._implementations("ds_config", {path}):
+                model = described.answer({})
+                own = [path.rpartition(".")[2]]
+                for name in model if isinstance(model, Mapping) else own:
+                    self._load_new(replace(found, name=name, group=SECTIONS))
+
+    def _load_new(self, found: Found, plugin: Any = None) -> None:
         """Load what is not installed as a plugin; it takes part."""
+        for other in self._reports:
+            if replace(other, module=found.module, version=found.version) == found != other:
+                raise PluginError(
+                    f"section {found.name!r} is offered by {other} and {found}; leave one out"
+                )
         self._reports[found] = Report(found, PluginState.AVAILABLE)
-        self._load(found)
+        self._load(found, plugin)
         self.join(found)
 
-    def _load(self, found: Found) -> None:
+    def _load(self, found: Found, plugin: Any = None) -> None:
         report = self._reports[found]
         if report.state is PluginState.LOADED:
             return
@@ -266,7 +297,7 @@ class Registry:
                 "alone"
             )
         with blaming(found, "failed to import"):
-            module = importlib.import_module(found.module)
+            module = plugin or importlib.import_module(found.module)
         hooks: Any = module
         if hasattr(module, "DS_CONTRACT"):
             check_contract(found, module.DS_CONTRACT)

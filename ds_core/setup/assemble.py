@@ -9,11 +9,10 @@ another.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,7 +29,6 @@ from ds_core.kernels import UsesKernels
 from ds_core.mesh import Mesh
 from ds_core.partition import Partitioner, Replicated, collect_buffers, collect_params
 from ds_core.precision import WIRE_DTYPES, cast_module, wire_dtypes
-from ds_core.process import show_log
 from ds_core.setup.compose import Composition, compose
 from ds_core.setup.opening import open_run, transform
 from ds_core.setup.optimizer_setup import (
@@ -47,8 +45,16 @@ if TYPE_CHECKING:
 
     from ds_core.accelerator import Accelerator
     from ds_core.engine import Loader
+    from ds_core.setup.start import Config
 
-log = logging.getLogger("ds_core")
+
+class Initialized(NamedTuple):
+    """What `initialize` returns. It can be unpacked into four; what does not apply is None."""
+
+    engine: Engine
+    optimizer: Optimizer | None
+    training_dataloader: Loader | None
+    lr_scheduler: Any
 
 
 def initialize(
@@ -62,13 +68,14 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Any = None,
+    config: Config | None = None,
     mesh_param: tuple[int, int] | None = None,
-    config_params: Any = None,
-) -> tuple[Engine, Optimizer | None, Loader | None, Any]:
+    config_params: Config | None = None,
+    plugins: Iterable[object] = (),
+) -> Initialized:
     """Make a model trainable as its config says. Collective: every rank calls it.
 
-    Returns ``(engine, optimizer, dataloader, lr_scheduler)``; what does not apply is None.
+    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``; what does not apply is None.
 
     args: a namespace or a mapping, whose ``deepspeed_config`` may name the config file.
     model: any module; it is moved to the accelerator, and may ask for config sections (`compose`).
@@ -79,17 +86,17 @@ def initialize(
     mpu: an external model-parallel unit.
     config: dict, file path or base64 text (config_params is its old name).
     mesh_param: (data, sequence) sizes; the second stands for the key sequence_parallel_size.
+    plugins: modules, and objects whose methods are hooks, that take part in this run alone.
 
     Raises ConfigError (all problems at once), PluginError, RankMismatchError or UsageError.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize needs a model, a torch.nn.Module, not {type(model).__name__}")
     # What can be worked out from the config and the arguments alone, on each rank by itself.
-    chosen = compose(_with_mesh(config_source(args, config, config_params), mesh_param), model)
+    source = _with_mesh(config_source(args, config, config_params), mesh_param)
+    chosen = compose(source, model, given=plugins)
     _check_arguments(args, optimizer, chosen)
-    _set_log_level(chosen.config.core.log_level)
     entry = optimizer_entry(optimizer, chosen)
-
     # Ranks talk for the first time. The groups of an mpu exist only once the process group runs.
     ctx = open_run(
         chosen,
@@ -102,7 +109,6 @@ def initialize(
     ctx.own_optimizer = optimizer is not None and entry.load == UNDECLARED
     ctx.grain = "element" if entry.collects else entry.grain
     ctx.collate_fn = collate_fn
-
     # The model, which is given back as it was if anything fails from here on.
     give_back(model)
     with keep(ctx.undo, model):
@@ -110,17 +116,10 @@ def initialize(
         engine = _assemble(
             ctx, chosen, entry, optimizer, model_parameters, lr_scheduler, training_data
         )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
 # -- the parts of the composition ------------------------------------------------------------------
-
-
-def _set_log_level(level: str | None) -> None:
-    """Log at the level that the config names; None leaves the program's."""
-    if level:
-        log.setLevel(level.upper())
-        show_log()
 
 
 def _prepare(ctx: Context, model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +83,11 @@ class Composition:
 
 
 def compose(
-    source: Any, model: nn.Module | None = None, *, fill_later: bool = False
+    source: Any,
+    model: nn.Module | None = None,
+    *,
+    fill_later: bool = False,
+    given: Iterable[object] = (),
 ) -> Composition:
     """Read, load the plugins that the config names, validate everything and choose by name.
 
@@ -91,6 +95,7 @@ def compose(
         leaves out.
     fill_later: see `ds_core.config.load_config`; `config.autos` then says what is still to be
         filled in.
+    given: modules and objects that take part, besides what the config names.
 
     Raises ConfigError with every problem of single keys or, where there is none, with those between
     keys; PluginError when a named plugin is missing or broken.
@@ -99,7 +104,7 @@ def compose(
     if model is not None:
         read = _with_sections_of(model, read)
     problems: list[Problem] = []
-    plugins, config = load_config(read, fill_later=fill_later, problems=problems)
+    plugins, config = load_config(read, fill_later=fill_later, problems=problems, given=given)
     # Choosing by name brings in the plugins that offer names, which may have rules of their own.
     optimizer, unknown = choose("optimizer", config, plugins)
     scheduler, found = choose("scheduler", config, plugins)

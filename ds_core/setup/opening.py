@@ -30,7 +30,7 @@ from ds_core.gradients import release_model
 from ds_core.kernels import Kernels
 from ds_core.plugins import Plugins, blaming
 from ds_core.precision import make_precision
-from ds_core.process import STATE
+from ds_core.process import STATE, show_log
 
 if TYPE_CHECKING:
     from ds_core.mesh import Mesh
@@ -60,7 +60,7 @@ def open_run(
     """
     make = mesh or (lambda rank, world_size: chosen.mesh(world_size, rank))
     core = chosen.config.core
-
+    _set_log_level(core.log_level)
     # What each rank can work out alone, before it talks.
     asked = chosen.plugins.members()
     accelerator = get_accelerator(chosen.plugins)
@@ -118,6 +118,13 @@ def transform(ctx: Context, model: nn.Module) -> nn.Module:
                 raise TypeError(f"it must return the model, a torch.nn.Module, not {changed!r}")
             model = changed
     return model
+
+
+def _set_log_level(level: str | None) -> None:
+    """Log at the level that the config names; None leaves the program's."""
+    if level:
+        log.setLevel(level.upper())
+        show_log()
 
 
 def _place(plugins: Plugins) -> tuple[int, int]:

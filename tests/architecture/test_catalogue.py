@@ -18,10 +18,16 @@ from ds_core.setup.compose import compose
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-spec = importlib.util.spec_from_file_location("catalogue_maker", HERE / "catalogue.py")
-assert spec is not None and spec.loader is not None
-maker: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(maker)
+
+def loaded(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_maker", HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+maker = loaded("catalogue")
 
 PROJECTS = maker.projects()
 NOT_THERE = re.compile(r"not built yet|not offered|will come with")
@@ -29,6 +35,11 @@ NOT_THERE = re.compile(r"not built yet|not offered|will come with")
 
 def test_the_catalogue_is_current() -> None:
     assert maker.FILE.read_text() == maker.made(), "run `make catalogue`"
+
+
+def test_the_stub_of_engine_methods_is_current() -> None:
+    methods = loaded("engine_methods")
+    assert methods.FILE.read_text() == methods.made(), "run `make catalogue`"
 
 
 def refusal(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -271,10 +271,12 @@ def test_what_is_loaded_by_hand_owns_its_section(write: Write) -> None:
     plugins = Plugins(PluginSettings(load=[f"sect={mine.module}"]))
     owner = plugins.section("sect")
     assert owner is not None and owner.module == mine.module
-    assert owner.dist == "plugins.load" and plugins.sections() == ["sect", "unused"]
+    assert owner.dist == "loaded by" and plugins.sections() == ["sect", "unused"]
     again = Plugins(PluginSettings(load=[f"sect={installed.module}"])).load_sections(["sect"])
     assert again["sect"].module == installed.module
-    with pytest.raises(PluginError, match="names two modules for section 'sect'"):
+    with pytest.raises(
+        PluginError, match=r"section 'sect' is offered by 'sect' \(loaded by plugins.load"
+    ):
         Plugins(PluginSettings(load=[f"sect={mine.module}", f"sect={installed.module}"]))
 
 

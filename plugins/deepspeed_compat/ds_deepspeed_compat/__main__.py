@@ -1,7 +1,7 @@
 """``python -m ds_deepspeed_compat SCRIPT [ARGS]``: run a script in which ``import deepspeed`` gives
 ds_core.
 
-The same file is ``ds_core.compat``: ``import ds_core.compat; ds_core.compat.install()``.
+``ds_core.compat`` is another name of it: ``import ds_core.compat; ds_core.compat.install()``.
 """
 
 from __future__ import annotations

@@ -184,16 +184,10 @@ def install() -> None:
 
 
 def last_resort(name: str) -> importlib.machinery.ModuleSpec | None:
-    """What the .pth file of the distribution asks for a module that nobody else has found.
-
-    That are ``deepspeed`` and its modules, and ``ds_core.compat``, which is this package's
-    ``__main__``.
+    """What the .pth file of the distribution asks for ``deepspeed`` and its modules, if nobody else
+    has found them.
     """
-    if name != "ds_core.compat":
-        return FINDER.find_spec(name)
-    return importlib.util.spec_from_file_location(
-        "ds_core.compat", Path(__file__).with_name("__main__.py")
-    )
+    return FINDER.find_spec(name)
 
 
 def _launcher_variables() -> None:

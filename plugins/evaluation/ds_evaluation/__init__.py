@@ -1,1 +1,1 @@
-"""Metrics of a model over a data set, the same on any number of ranks: ``engine.evaluate``."""
+"""Metrics of a model over a dataset, the same on any number of ranks: ``engine.evaluate``."""

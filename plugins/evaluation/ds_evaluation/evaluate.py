@@ -1,4 +1,4 @@
-"""``engine.evaluate``: a data set through the model in eval mode, and metrics over all ranks.
+"""``engine.evaluate``: a dataset through the model in eval mode, and metrics over all ranks.
 
 [Note: rounds] A forward may be collective: ZeRO stage 3 gathers weights, experts exchange tokens. So
 all ranks run equally many. Before each round every rank says how many batches it has. One that has
@@ -21,6 +21,8 @@ from ds_evaluation.data import Batch, batches_of, shared
 from ds_evaluation.metrics import Metric, score_of, totals
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
     from ds_evaluation.metrics import Score
 
 Forward = Callable[[Engine, Any], Any]
@@ -29,7 +31,7 @@ Forward = Callable[[Engine, Any], Any]
 
 def evaluate(
     engine: Engine,
-    data: Iterable[Any],
+    data: Dataset[Any] | Iterable[Any],
     metrics: Mapping[str, Metric],
     *,
     forward: Forward | None = None,
@@ -136,5 +138,5 @@ def _over_ranks(engine: Engine, scores: Mapping[str, Score], has_outputs: bool) 
         if states is not None:
             first.setdefault(index, states)
     if not first:
-        raise UsageError("engine.evaluate: no rank has a batch; is the data set empty?")
+        raise UsageError("engine.evaluate: no rank has a batch; is the dataset empty?")
     return {name: totals([states[name] for states in first.values()]) for name in scores}
