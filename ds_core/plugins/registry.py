@@ -47,7 +47,7 @@ from ds_core.plugins.discovery import (
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.setup.builtin"
 LOADED = "loaded by"
-"""In place of a distribution, for modules that the config loads and for what `initialize` is given; the
+"""Instead of a distribution, for modules that the config loads and for what `initialize` is given; the
 version says which.
 """
 
