@@ -83,7 +83,7 @@ def played(page: Path, folder: Path, *, frontends: bool = False) -> str:
     finally:
         for server in servers:
             server.terminate()
-            server.wait(60)
+            server.communicate(timeout=60)  # closes its pipe, too
 
 
 def told(command: str, folder: Path, servers: list[subprocess.Popen[str]]) -> str:

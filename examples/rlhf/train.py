@@ -8,6 +8,7 @@ One engine writes and trains, with the same weights: section ``hybrid_engine`` g
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ def train(config: Any, steps: int, group: int = 16) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deepspeed_config", default="examples/rlhf/ds_config.json")
+    config = Path(__file__).with_name("ds_config.json")
+    parser.add_argument("--deepspeed_config", type=Path, default=config, help="the config file")
     parser.add_argument("--steps", type=int, default=200)
     given = parser.parse_args()
     train(given.deepspeed_config, given.steps)
