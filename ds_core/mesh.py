@@ -210,8 +210,7 @@ def plan_mesh(axes: Iterable[Axis], world_size: int, rank: int) -> Mesh:
     shown = " x ".join(f"{a.name} {a.size}" for a in outer)
     if world_size % product:
         raise ConfigError(
-            f"{shown} = {product} ranks do not divide the world of {world_size}; start a multiple "
-            f"of {product}",
+            f"{shown} needs a multiple of {product} processes; there are {world_size}",
             "mesh",
         )
     around = [a for a in folded if a.outermost]

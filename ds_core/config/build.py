@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.section import PER_RANK, WITHOUT_EFFECT, Section, marks, names_of, old_names
 from ds_core.config.source import ConfigSource, overridden, read_in_part
-from ds_core.errors import ConfigError, Problem, join
+from ds_core.errors import ConfigError, PluginError, Problem, join
 from ds_core.naming import CORE
 
 if TYPE_CHECKING:
@@ -146,7 +146,11 @@ def load_config(
     from ds_core.plugins import Plugins
 
     source = overridden(read_in_part(source))
-    plugins = Plugins(plugin_settings(source), given=given)
+    settings = plugin_settings(source)
+    try:
+        plugins = Plugins(settings, given=given)
+    except PluginError as error:
+        raise PluginError(f"{source.origin}: {error}") from error
     models = plugins.models(name for name in source.raw if name not in CORE_KEYS)
     return plugins, build_config(
         source, models, plugins.sections(), plugins.disabled(), fill_later, problems

@@ -210,27 +210,19 @@ def unmet(dist: str) -> str:
     return ""
 
 
-def check_required(requirements: Sequence[str]) -> Iterator[str]:
-    """The canonical name of each distribution that ``plugins.require`` names, installed in a
-    version that will do.
-    """
+def unmet_entries(requirements: Sequence[str]) -> Iterator[str]:
+    """What is wrong with each entry of ``plugins.require`` that is not met."""
     from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
+
+    from ds_core.catalogue import install
 
     for text in requirements:
         try:
-            name = Requirement(text).name
-            why = _lacking(text)
-        except InvalidRequirement as error:
-            raise PluginError(
-                f"plugins.require: {text!r} is not a requirement like 'dscore-zero>=0.1': {error}"
-            ) from error
-        if why:
-            from ds_core.catalogue import install
-
-            fix = "install a release that fits" if why.startswith("but") else install(name)
-            raise PluginError(f"plugins.require: {text!r}, {why}; {fix}")
-        yield canonicalize_name(name)
+            if why := _lacking(text):
+                how = "" if "release" in why else f"; {install(Requirement(text).name)}"
+                yield f"plugins.require: {text!r}, {why}{how}"
+        except InvalidRequirement:
+            yield f"plugins.require: {text!r} is not a requirement like 'dscore-zero>=0.1'"
 
 
 def _lacking(requirement: str) -> str:
@@ -243,8 +235,10 @@ def _lacking(requirement: str) -> str:
     have = _header(importlib_metadata.distributions(name=need.name))["Version"]
     if have is None:
         return "which is not installed"
-    fits = need.specifier.contains(have, prereleases=True)
-    return "" if fits else f"but {need.name} {have} is installed"
+    if need.specifier.contains(have, prereleases=True):
+        return ""
+    newer = ">" in str(need.specifier)
+    return f"but {need.name} {have} is installed; {'a newer' if newer else 'another'} release is needed"
 
 
 def hooks_of(module: ModuleType | SimpleNamespace) -> tuple[str, ...]:

@@ -37,11 +37,11 @@ from ds_core.plugins.discovery import (
     Found,
     PluginState,
     Report,
-    check_required,
     discover,
     hooks_of,
     kit_hooks,
     unmet,
+    unmet_entries,
 )
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
@@ -111,8 +111,13 @@ class Registry:
                 item, PluginState.DISABLED if off else PluginState.AVAILABLE, off
             )
         self._load_new(Found("core", BACKENDS, BUILTIN, "dscore-train", __version__))
-        self._load_required()
-        self._load_named_modules()
+        wrong = [*unmet_entries(self.settings.require)]
+        if not wrong:
+            self._load_required()
+        wrong += self._load_named_modules()
+        if wrong:
+            many = [f"{len(wrong)} problems", *wrong]
+            raise PluginError("\n  - ".join(many if wrong[1:] else wrong))
         self._load_given(given)
 
     # -- loading -----------------------------------------------------------------------------------
@@ -222,9 +227,10 @@ class Registry:
         """
         if not self.settings.require:
             return
+        from packaging.requirements import Requirement
         from packaging.utils import canonicalize_name
 
-        wanted = set(check_required(self.settings.require))
+        wanted = {canonicalize_name(Requirement(text).name) for text in self.settings.require}
         for found, report in sorted(self._reports.items(), reverse=True):
             if canonicalize_name(found.dist) not in wanted or found.module == BUILTIN:
                 continue
@@ -238,12 +244,16 @@ class Registry:
             if found.group == BACKENDS and report.state is PluginState.LOADED:
                 self.join(found)
 
-    def _load_named_modules(self) -> None:
+    def _load_named_modules(self) -> Iterator[str]:
+        """Load what ``plugins.load`` names; gives what is wrong with those that fail."""
         for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
             found = Found((name or module).strip(), group, module.strip(), LOADED, "plugins.load")
-            self._load_new(found)
+            try:
+                self._load_new(found)
+            except PluginError as error:
+                yield str(error)
 
     def _load_given(self, given: Iterable[object]) -> None:
         """Load modules and objects. Their sections are named by `ds_config`, or by the module or

@@ -90,9 +90,7 @@ def test_hooks_of_a_run_are_called_only_of_who_takes_part(
     found = write(MEDDLER)
     checkpoints = Found("checkpoint", BACKENDS, "ds_checkpoint.plugin", "dscore-checkpoint", "0")
     monkeypatch.setattr("ds_core.plugins.registry.discover", lambda: (checkpoints, found))
-    monkeypatch.setattr(
-        "ds_core.plugins.registry.check_required", lambda names: ["ds-odd"] if names else []
-    )
+    monkeypatch.setattr("ds_core.plugins.registry.unmet_entries", lambda names: [])
     if "ODD_DEVICE" in change:
         monkeypatch.setenv("ODD_DEVICE", change.pop("ODD_DEVICE"))
     step_and_save(PLAIN | change, tmp_path / "saved")
@@ -241,7 +239,7 @@ def test_an_unknown_name_is_answered_with_who_could_not_be_asked(write: Write) -
 
 
 def test_what_is_required_must_be_sound(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_core.plugins.registry.check_required", lambda names: ["ds-odd"])
+    monkeypatch.setattr("ds_core.plugins.registry.unmet_entries", lambda names: [])
     write("sys.exit(1)")
     with pytest.raises(PluginError, match=r"'odd' \(ds-odd 1\.0.*SystemExit: 1"):
         Plugins(PluginSettings(require=["DS_Odd"]))
@@ -255,7 +253,7 @@ def test_what_is_required_must_be_sound(write: Write, monkeypatch: pytest.Monkey
 def test_a_required_section_takes_part_only_when_it_is_named(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ds_core.plugins.registry.check_required", lambda names: ["ds-odd"])
+    monkeypatch.setattr("ds_core.plugins.registry.unmet_entries", lambda names: [])
     write("def ds_mesh_axes(config): raise ZeroDivisionError\n", group=SECTIONS)
     plugins = Plugins(PluginSettings(require=["ds-odd"]))
     assert plugins.ask("ds_mesh_axes", config=None) == []

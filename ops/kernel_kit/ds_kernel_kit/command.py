@@ -43,19 +43,51 @@ _SHORT = {
     "fp64": "float64",
 }
 
-Device = Annotated[str, typer.Option(help="A device type, as torch names it.")]
-Dtype = Annotated[str, typer.Option(help="A dtype, as torch names it.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-Names = Annotated[list[str] | None, typer.Argument(help="Operations; all when left out.")]
+DEVICES = (
+    "cpu",
+    "cuda",
+    "xpu",
+    "mps",
+    "hpu",
+    "npu",
+    "mlu",
+    "musa",
+    "mtia",
+    "meta",
+    "privateuseone",
+)
+"""Device types of torch, besides those that providers and accelerators name."""
 
-app = typer.Typer(help="List, build, check and time kernels.", no_args_is_help=True)
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="A device type, as torch names it, such as cuda.")
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="DTYPE", help="A dtype, as torch names it, such as bfloat16.")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME]...", help="Operations; all when left out.")
+]
+
+app = typer.Typer(
+    help="List, build, check and time kernels.", no_args_is_help=True, add_completion=False
+)
 """The group ``dscore ops``."""
 
 
 @app.command("list")
 def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = False) -> None:
-    """Show every operation: its providers, best first, and why one cannot serve."""
+    """Show every operation: its providers, best first, and why one cannot serve.
+
+    Exit codes:
+      0: the list is shown
+
+    Examples:
+      dscore ops list
+      dscore ops list --device cuda --dtype bfloat16
+    """
     table = _kernels()
+    _check_device(table, device)
     # Providers may offer dtypes that are not in the table.
     offered = {
         d for op in table.ops() for c in table.candidates(op, device, dtype) for d in c.entry.dtypes
@@ -66,41 +98,68 @@ def list_(device: Device = "cpu", dtype: Dtype = "float32", as_json: Json = Fals
         raise CommandError(
             f"--dtype {dtype}: no such dtype; {meant}known: {', '.join(sorted(known))}"
         )
-    rows = []
-    for op in table.ops():
-        serving = True
-        for candidate in table.candidates(op, device, dtype):
-            state = candidate.reason or ("serves" if serving else "available")
-            serving = serving and candidate.reason is not None
-            entry = candidate.entry
-            where = ", ".join(entry.devices) or "any"
-            kinds = ", ".join(entry.dtypes) or "any"
-            rows.append(
-                [op, entry.provider, candidate.dist, str(entry.priority), where, kinds, state]
-            )
-    columns = (
-        "operation",
-        "provider",
-        "distribution",
-        "priority",
-        "devices",
-        "dtypes",
-        f"on {device} {dtype}",
-    )
+    rows = [row for op in table.ops() for row in _providers_of(table, op, device, dtype)]
     if as_json:
-        show_json([dict(zip((*columns[:6], "state"), row, strict=True)) for row in rows])
+        show_json(rows)
     else:
-        show_table(columns, rows)
+        columns = ("operation", "provider", "distribution", "state")
+        show_table(
+            (*columns[:3], f"on {device} {dtype}"), [[row[c] for c in columns] for row in rows]
+        )
+
+
+def _providers_of(table: Kernels, op: str, device: str, dtype: str) -> Iterator[dict[str, str]]:
+    """A row for each provider of `op`, best first."""
+    serving = True
+    for candidate in table.candidates(op, device, dtype):
+        entry = candidate.entry
+        yield {
+            "operation": op,
+            "provider": entry.provider,
+            "distribution": candidate.dist,
+            "priority": str(entry.priority),
+            "devices": ", ".join(entry.devices) or "any",
+            "dtypes": ", ".join(entry.dtypes) or "any",
+            "state": candidate.reason or ("serves" if serving else "available"),
+        }
+        serving = serving and candidate.reason is not None
+
+
+def _check_device(table: Kernels, device: str) -> None:
+    """Raises CommandError for a device type that neither torch nor a provider has."""
+    from ds_core.accelerator import candidates
+    from ds_core.plugins import Plugins
+
+    offered = {
+        d for op in table.ops() for c in table.candidates(op, "", "") for d in c.entry.devices
+    }
+    known = {*DEVICES, *offered, *(entry.name for entry, _, _ in candidates(Plugins()))}
+    if device not in known:
+        close = nearest(device, known)
+        meant = f"did you mean {close}? " if close else ""
+        raise CommandError(
+            f"--device {device}: no such device type; {meant}known: {', '.join(sorted(known))}"
+        )
 
 
 @app.command("build")
 def build(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Distributions; all when left out.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Distributions; all when left out."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also what is built already.")] = False,
 ) -> None:
-    """Compile kernels now, not when a run first needs them."""
+    """Compile kernels now, not when a run first needs them.
+
+    Exit codes:
+      0: everything is compiled
+      1: something cannot be compiled, and stderr says why
+
+    Examples:
+      dscore ops build
+      dscore ops build dscore-ops-cpu --again
+    """
     from ds_kernel_kit import build as builder
 
     _log_to_stderr()
@@ -128,10 +187,20 @@ def build(
 
 @app.command("test")
 def compare(names: Names = None, device: Device = "cpu") -> None:
-    """Compare every available provider with the reference; exits with 1 when one differs."""
+    """Compare every available provider with the reference.
+
+    Exit codes:
+      0: no provider differs from the reference
+      1: one differs, or fails
+
+    Examples:
+      dscore ops test
+      dscore ops test adam lion --device cuda
+    """
     from ds_kernel_kit import comparisons as kit
 
     _log_to_stderr()
+    _check_device(_kernels(), device)
     rows = []
     failed = False
     for op, candidate in _providers(names, device):
@@ -167,10 +236,18 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
 @app.command("bench")
 def bench(
     names: Names = None,
-    size: Annotated[float, typer.Option(help="Elements.")] = 1e7,
-    threads: Annotated[int, typer.Option(help="Threads; 0: torch's number.")] = 0,
+    size: Annotated[float, typer.Option(metavar="N", help="Elements.")] = 1e7,
+    threads: Annotated[int, typer.Option(metavar="N", help="Threads; 0: torch's number.")] = 0,
 ) -> None:
-    """Time every provider on the CPU in fp32, and its speed against the reference."""
+    """Time every provider on the CPU in fp32, and its speed against the reference.
+
+    Exit codes:
+      0: the times are shown
+
+    Examples:
+      dscore ops bench
+      dscore ops bench adam --size 1e6 --threads 1
+    """
     import torch
 
     _log_to_stderr()

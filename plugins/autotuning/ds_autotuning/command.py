@@ -22,34 +22,50 @@ if TYPE_CHECKING:
     from ds_autotuning.session import Outcome
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN_OPTIONS]... SCRIPT [ARGS]...",
+        help="Options of `dscore run`, the script and its own arguments.",
+    ),
+]
+Config = Annotated[
+    str,
+    typer.Option(metavar="FILE", help="The config, where the script's arguments do not name it."),
+]
+Trials = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Instead of autotuning.tuner_num_trials.")
+]
+Anew = Annotated[
+    bool, typer.Option("--anew", help="Forget the trials of before (autotuning.overwrite).")
+]
+ThenRun = Annotated[
+    bool, typer.Option("--then-run", help="Then run the script with what was found.")
+]
+
+
 def tune(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OPTIONS OF dscore run]... SCRIPT [ARGS]...",
-            help="What `dscore run` would be given.",
-        ),
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", help="The config, where the script's arguments do not name it."
-        ),
-    ] = "",
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Instead of autotuning.tuner_num_trials.")
-    ] = None,
-    anew: Annotated[
-        bool, typer.Option("--anew", help="Forget the trials of before (autotuning.overwrite).")
-    ] = False,
-    then_run: Annotated[
-        bool, typer.Option("--then-run", help="Then run the script with what was found.")
-    ] = False,
+    words: Words = None,
+    config: Config = "",
+    trials: Trials = None,
+    anew: Anew = False,
+    then_run: ThenRun = False,
 ) -> None:
     """Find the fastest settings of a script by short trials, each in processes of its own.
 
-    Options of the tuner come first, then all as for `dscore run`. Started again, it goes on where
-    it was.
+    Options of the tuner come first, then all as for `dscore run`. Started again, it resumes with the
+    trials that are missing.
+
+    Exit codes:
+      0: the fastest settings are written, and the command for them is printed
+      1: the config or a plugin is wrong
+      2: wrong usage, or no trial could be measured
+
+    With --then-run the code is that of the run.
+
+    Examples:
+      dscore tune --world 2 train.py --deepspeed_config ds_config.json
+      dscore tune --trials 10 --then-run train.py
     """
     from ds_autotuning.report import write_results
     from ds_autotuning.session import tune_script

@@ -43,7 +43,9 @@ def ds_run_options() -> Mapping[str, RunOption]:
 
     text = "Find the fastest settings first; 'run' then runs with them."
     return {
-        "--autotuning": RunOption("ds_autotuning.command:tune_first", text, choices=("tune", "run"))
+        "--autotuning": RunOption(
+            "ds_autotuning.command:tune_first", text, choices=("tune", "run"), panel="DeepSpeed"
+        )
     }
 
 

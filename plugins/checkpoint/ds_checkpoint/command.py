@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ds_command_kit.app import OpenGroup
-from ds_command_kit.show import show_json, show_table
+from ds_command_kit.show import check_folder, show_json, show_table
 
 if TYPE_CHECKING:
     from ds_checkpoint.offline import Saved
 
 Folder = Annotated[
-    Path, typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts).")
+    Path,
+    typer.Argument(
+        metavar="FOLDER", help="A checkpoint, or the folder above it (then its `latest` counts)."
+    ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOLDER.")]
+Tag = Annotated[
+    str | None, typer.Option("--tag", metavar="NAME", help="The checkpoint below FOLDER.")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 
@@ -26,14 +31,25 @@ app = typer.Typer(
     cls=OpenGroup,
     help="Inspect, verify, compare, export and prune checkpoints.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 
 @app.command()
 def inspect(folder: Folder, tag: Tag = None, as_json: Json = False) -> None:
-    """Show what a checkpoint holds: where it comes from, its files, and every state."""
+    """Show what a checkpoint holds: where it comes from, its files, and every state.
+
+    Exit codes:
+      0: the checkpoint was read
+      1: it cannot be read, and stderr says why
+
+    Examples:
+      dscore checkpoint inspect runs/first
+      dscore checkpoint inspect runs/first --tag step100 --json
+    """
     from ds_checkpoint.offline import open_saved
 
+    check_folder(folder)
     with open_saved(folder, tag) as saved:
         summary = _summary(saved)
     if as_json:
@@ -91,11 +107,19 @@ def _at(place: dict[str, int]) -> str:
 
 @app.command()
 def verify(folder: Folder, tag: Tag = None) -> None:
-    """Compare every file with its checksum; exits with 1 and names the first that is not as it was
-    written.
+    """Compare every file with its checksum, and name the first that is not as it was written.
+
+    Exit codes:
+      0: every file is as it was written
+      1: a file is not, or the checkpoint cannot be read
+
+    Examples:
+      dscore checkpoint verify runs/first
+      dscore checkpoint verify runs/first --tag step100
     """
     from ds_checkpoint.offline import open_saved
 
+    check_folder(folder)
     with open_saved(folder, tag) as saved:
         saved.source.verify(0, 1)
         count = len(saved.manifest.files)
@@ -114,13 +138,19 @@ def export(
     folder: Folder,
     output: Annotated[
         Path,
-        typer.Argument(help="Folder to write model.safetensors (or several and an index) into."),
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Folder to write model.safetensors (or several and an index) into.",
+        ),
     ],
     tag: Tag = None,
     dtype: Annotated[
-        str, typer.Option(help="fp32, bf16, fp16, or saved: as the model had it.")
+        str,
+        typer.Option(metavar="DTYPE", help="fp32, bf16, fp16, or saved: as the model had it."),
     ] = "fp32",
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes per file, such as 5GB.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most bytes per file, such as 5GB.")
+    ] = "5GB",
     exclude_frozen: Annotated[
         bool, typer.Option("--exclude-frozen", help="Leave out what was not trained.")
     ] = False,
@@ -128,11 +158,21 @@ def export(
         bool, typer.Option("--overwrite", help="Replace the weights that are in OUTPUT.")
     ] = False,
 ) -> None:
-    """Write the whole model's weights as safetensors, in Hugging Face's layout, one weight at a
-    time in memory.
+    """Write the whole model's weights as safetensors, in Hugging Face's layout.
+
+    One weight at a time is in memory.
+
+    Exit codes:
+      0: the weights are written
+      1: the checkpoint cannot be read, or OUTPUT cannot be written
+
+    Examples:
+      dscore checkpoint export runs/first weights
+      dscore checkpoint export runs/first weights --dtype bf16 --overwrite
     """
     from ds_checkpoint.offline import check_output, export_weights, open_saved
 
+    check_folder(folder)
     with open_saved(folder, tag) as saved:
         check_output(output, overwrite)
         saved.source.verify(0, 1)
@@ -150,13 +190,26 @@ def export(
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(help="A checkpoint, or the folder above it.")],
-    second: Annotated[Path, typer.Argument(help="Another one.")],
+    first: Annotated[
+        Path, typer.Argument(metavar="FIRST", help="A checkpoint, or the folder above it.")
+    ],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
     as_json: Json = False,
 ) -> None:
-    """Show which states differ, and by how much; exits with 1 when any does."""
+    """Show which states differ, and by how much.
+
+    Exit codes:
+      0: all states are equal
+      1: a state differs, or a checkpoint cannot be read
+
+    Examples:
+      dscore checkpoint diff runs/first/step100 runs/first/step200
+      dscore checkpoint diff runs/first runs/second --json
+    """
     from ds_checkpoint.offline import differences, open_saved
 
+    check_folder(first)
+    check_folder(second)
     with open_saved(first) as one, open_saved(second) as two:
         found = list(differences(one, two))
     if as_json:
@@ -183,17 +236,30 @@ def _finite(value: float | None) -> float | str | None:
 
 @app.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(help="The folder above the checkpoints.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder above the checkpoints.")
+    ],
     keep: Annotated[
-        int, typer.Option(min=1, help="How many of the newest to keep, in addition to the latest.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="How many of the newest to keep, in addition to the latest."
+        ),
     ],
 ) -> None:
     """Remove old checkpoints; never the one that `latest` names, and nothing that is not a
     checkpoint.
+
+    Exit codes:
+      0: at most --keep checkpoints and the latest are left
+      1: FOLDER holds no checkpoint, or one cannot be removed
+
+    Examples:
+      dscore checkpoint prune runs/first --keep 3
     """
     from ds_checkpoint.folder import files
     from ds_core.errors import CheckpointError
 
+    check_folder(folder)
     tags = files.existing_tags(folder)
     if not tags:
         raise CheckpointError(f"{folder} holds no checkpoint")

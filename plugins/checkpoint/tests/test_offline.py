@@ -191,7 +191,11 @@ def test_fp32_weights_are_the_masters(ranks: Any, folder: Path, tmp_path: Path) 
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, folder: Path) -> None:
-    assert "no checkpoint" in dscore("inspect", tmp_path / "nowhere").output
+    gone = dscore("inspect", tmp_path / "nowhere")
+    assert gone.exit_code == 2 and "no such folder" in gone.output
+    (tmp_path / "empty").mkdir()
+    empty = dscore("inspect", tmp_path / "empty")
+    assert empty.exit_code == 1 and "no checkpoint" in empty.output
     (folder / "latest").unlink()
     done = dscore("export", folder, tmp_path / "out")
     assert done.exit_code == 1 and "name one of" in done.output and not (tmp_path / "out").exists()

@@ -3,29 +3,48 @@ files, and files for DeepSpeed out of a checkpoint. torch is loaded when one run
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from ds_command_kit.show import say_error
+from ds_command_kit.show import CommandError, check_folder, say_error
 
 
 def import_checkpoint(
     source: Annotated[
-        Path, typer.Argument(help="DeepSpeed's checkpoint, safetensors, or a torch state dict.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="DeepSpeed's checkpoint, safetensors, or a torch state dict."
+        ),
     ],
     output: Annotated[
-        Path, typer.Argument(help="Folder of checkpoints to write into; its `latest` will name it.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Folder of checkpoints to write into; its `latest` will name it.",
+        ),
     ],
     tag: Annotated[
-        str | None, typer.Option("--tag", help="The name to give it; default: as in SOURCE.")
+        str | None,
+        typer.Option("--tag", metavar="NAME", help="The name to give it; default: as in SOURCE."),
     ] = None,
 ) -> None:
     """Make a checkpoint out of other files; `engine.load_checkpoint` resumes it at any stage and
     world size.
+
+    Exit codes:
+      0: the checkpoint is written; stderr says what SOURCE does not have
+      1: SOURCE cannot be read, or OUTPUT cannot be written
+
+    Examples:
+      dscore checkpoint import deepspeed_run/global_step500 runs/first
+      dscore checkpoint import model.safetensors runs/first --tag start
     """
     from ds_checkpoint_deepspeed.importing import import_checkpoint as make
 
+    if not source.exists():
+        raise CommandError(f"no such file or folder: {str(source)!r} in {os.getcwd()!r}")
     path, missing = make(source, output, tag)
     typer.echo(str(path))
     for text in missing:
@@ -35,15 +54,33 @@ def import_checkpoint(
 def export_deepspeed(
     folder: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or the folder above it (then its `latest` counts)."),
+        typer.Argument(
+            metavar="FOLDER",
+            help="A checkpoint, or the folder above it (then its `latest` counts).",
+        ),
     ],
     output: Annotated[
-        Path, typer.Argument(help="Folder to write it below, under its tag; `latest` will name it.")
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Folder to write it below, under its tag; `latest` will name it.",
+        ),
     ],
-    tag: Annotated[str | None, typer.Option("--tag", help="The checkpoint below FOLDER.")] = None,
-    stage: Annotated[int, typer.Option(min=0, max=3, help="The ZeRO stage that will load it.")] = 2,
-    ranks: Annotated[
-        int, typer.Option(min=1, help="The number of data-parallel ranks that will load it.")
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="NAME", help="The checkpoint below FOLDER.")
+    ] = None,
+    stage: Annotated[
+        int, typer.Option(min=0, max=3, metavar="N", help="The ZeRO stage that will load it.")
+    ] = 2,
+    world: Annotated[
+        int,
+        typer.Option(
+            "--world",
+            "--ranks",
+            min=1,
+            metavar="N",
+            help="The number of data-parallel processes that will load it.",
+        ),
     ] = 1,
     universal: Annotated[
         bool,
@@ -53,11 +90,21 @@ def export_deepspeed(
         ),
     ] = False,
 ) -> None:
-    """Write a checkpoint in DeepSpeed's form, for its engine, zero_to_fp32 and ds_to_universal."""
+    """Write a checkpoint in DeepSpeed's form, for its engine, zero_to_fp32 and ds_to_universal.
+
+    Exit codes:
+      0: the checkpoint is written
+      1: FOLDER cannot be read, or OUTPUT cannot be written
+
+    Examples:
+      dscore checkpoint export-deepspeed runs/first out --stage 3 --world 8
+      dscore checkpoint export-deepspeed runs/first out --universal
+    """
     from ds_checkpoint_deepspeed.exporting import export_deepspeed as export
     from ds_checkpoint_deepspeed.exporting import export_universal
 
+    check_folder(folder)
     if universal:
         typer.echo(str(export_universal(folder, output, tag=tag)))
     else:
-        typer.echo(str(export(folder, output, tag=tag, stage=stage, world_size=ranks)))
+        typer.echo(str(export(folder, output, tag=tag, stage=stage, world_size=world)))

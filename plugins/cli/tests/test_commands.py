@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -103,18 +104,7 @@ def test_a_launcher_comes_from_a_plugin_by_name(
     install("cli", "dscore-cli", ds_launchers=ds_launchers)
     script = tmp_path / "s.py"
     script.write_text("")
-    words = [
-        "--nproc",
-        "3",
-        "--max-restarts",
-        "2",
-        "--nnodes",
-        "1:4",
-        "--rdzv-endpoint",
-        "h:1",
-        "--rdzv-id",
-        "me",
-    ]
+    words = shlex.split("--nproc 3 --max-restarts 2 --nnodes 1:4 --rdzv-endpoint h:1 --rdzv-id me")
     done = dscore(
         "run", "--launcher", "start", *words, "--grace", "1.5", str(script), "--launcher", "x"
     )
@@ -131,6 +121,10 @@ def test_a_launcher_comes_from_a_plugin_by_name(
             grace=1.5,
         )
     ]
+    assert dscore("run", "--launcher", "start", "--world", "6", "-m", "a.b").exit_code == 2
+    words = ["--launcher", "start", "--world", "6", "--nnodes", "2"]
+    assert dscore("run", *words, str(script)).exit_code == 42
+    assert asked.pop().nproc == 3
     assert dscore("run", "--launcher", "START", "-m", "a.b").exit_code == 42
     assert (asked[1].is_module, asked[1].script, asked[1].nproc) == (True, "a.b", None)
     done = dscore("run", "--launcher", "wrong", str(script))
@@ -144,6 +138,8 @@ def test_a_launcher_comes_from_a_plugin_by_name(
         done.exit_code,
         "did you mean 'start'? Installed: data, local, start, wrong" in done.stderr,
     ) == (2, True)
+    done = dscore("run", "--launcher", "foo", str(script))
+    assert "no launcher is called 'foo'. Installed: data, local" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,6 +148,18 @@ def test_a_launcher_comes_from_a_plugin_by_name(
         (["nope.py"], "no such script: 'nope.py'"),
         (["nope"], "to run a module use --module"),
         (["."], "is a directory, not a script"),
+        (["c.json"], "did you mean: dscore run train.py --deepspeed_config c.json"),
+        (["c.json", "s.py"], "did you mean: dscore run s.py --deepspeed_config c.json"),
+        (["--world", "2", "--nproc", "2", "s.py"], "give one of them"),
+        (
+            ["--world", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "s.py"],
+            "--world 3 is not a multiple of 2, the hosts",
+        ),
+        (
+            ["--world", "2", "--nnodes", "1:2", "--rdzv-endpoint", "h:1", "s.py"],
+            "the run is elastic; give --nproc",
+        ),
+        (["--world", "2", "-H", "hosts", "s.py"], "is 2 on each host, but far has 1 slots"),
         (["--nproc", "0", "s.py"], "--nproc '0' must be a whole number > 0 or 'auto'"),
         (["--nproc", "two", "s.py"], "--nproc 'two'"),
         (["--nnodes", "3:2", "s.py"], "--nnodes '3:2' must be a number of machines > 0"),
@@ -174,6 +182,8 @@ def test_what_cannot_be_run_is_said_with_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.py").write_text("raise SystemExit('must not run')")
+    (tmp_path / "c.json").write_text("{}")
+    (tmp_path / "hosts").write_text("far slots=1\n")
     done = dscore("run", *words)
     assert done.exit_code == 2
     assert said in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from cli_runs import dscore, missing
 
 from ds_core.entries import CommandEntry
@@ -20,8 +21,23 @@ def test_doctor_finds_a_sound_installation_sound(install: Any) -> None:
     for part in ("python", "torch", "accelerator", "g++", "nvcc", "ninja", "/dev/shm"):
         assert any(line.split(maxsplit=1)[-1].startswith(part) for line in lines), part
     rows = json.loads(dscore("doctor", "--json").output)
-    assert {row["level"] for row in rows} <= {"ok", "note"}
-    assert all(row["fix"] for row in rows if row["level"] != "ok")
+    assert {row["level"] for row in rows} <= {"ok", "note", "--"}
+    assert all(row["fix"] for row in rows if row["level"] == "note")
+
+
+def test_a_device_that_is_not_here_is_no_success(install: Any) -> None:
+    rows = json.loads(dscore("doctor", "--json").output)
+    absent = [row for row in rows if row["found"].startswith("unavailable: ")]
+    assert absent and {row["level"] for row in absent} == {"--"}
+    assert f"--  {absent[0]['part']}: unavailable" in dscore("doctor").output
+
+
+def test_kernels_are_one_line_unless_all_are_asked_for() -> None:
+    pytest.importorskip("ds_kernel_kit")
+    lines = dscore("doctor").output.splitlines()
+    (line,) = (line for line in lines if line.startswith("ok  kernels: "))
+    assert "served: " in line and not any(row.startswith("ok  kernel a") for row in lines)
+    assert "ok  kernel adam: served by " in dscore("doctor", "--verbose").output
 
 
 def test_doctor_names_faults_with_a_fix(install: Any, monkeypatch: Any) -> None:

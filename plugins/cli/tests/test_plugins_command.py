@@ -38,21 +38,17 @@ def test_plugins_shows_kinds_states_and_whole_reasons(install: Any, monkeypatch:
     done = dscore("plugins")
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    # what is wrong stands first, its reason on the next line
-    assert lines[0].startswith("quarantined")
-    assert lines[0].split()[1] == "bad"
-    rows = {
-        line.split()[1]: line + below for line, below in zip(lines, [*lines[1:], ""], strict=True)
-    }
-    assert "section zed; monitor; mesh axis" in rows["zed"]
-    assert "optimizer a; scheduler b" in rows["many"]
-    assert "loaded" in rows["many"]
+    assert lines[0].split() == ["package", "state", "offers"]
+    # What is wrong stands first.
+    assert lines[1].split()[:3] == ["ds-bad", "0.1", "quarantined"]
+    text = " ".join(done.output.split())
+    assert "ds-x 1.0 loaded section zed; monitor; mesh axis" in text
+    assert "ds-many 1.0 loaded optimizer a; scheduler b" in text
     why = (
         "plugin 'bad' (ds-bad 0.1, module no_such_module_bad) failed to import: "
         "ModuleNotFoundError: No module named"
     )
-    assert "quarantined" in rows["bad"]
-    assert why in rows["bad"]
+    assert why in text
     as_json = {row["name"]: row for row in json.loads(dscore("plugins", "--json").output)}
     assert as_json["zed"]["offers"] == {"section": ["zed"], "monitor": [], "mesh axis": []}
     assert as_json["many"]["offers"] == {"optimizer": ["a"], "scheduler": ["b"]}
@@ -73,10 +69,12 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
             "zed (ds-zed 1.0): loaded\n  entry point: zed = made_zed_ds_zed (ds_core.plugins)\n"
         )
         assert (
-            "\n  hooks: ds_config, ds_step_end\n" in said and "\n    zed.depth: How deep.\n" in said
+            "\n  hooks: ds_config, ds_step_end\n" in said
+            and "\n    zed.depth: a whole number, default 1\n        How deep.\n" in said
         )
     (row,) = json.loads(dscore("plugins", "zed", "--json").output)
-    assert row["keys"] == {"depth": "How deep."} and row["offers"] == {
+    depth = {"type": "a whole number", "default": "1", "description": "How deep."}
+    assert row["keys"] == {"depth": depth} and row["offers"] == {
         "section": ["zed"],
         "observer": [],
     }
@@ -109,11 +107,21 @@ def test_reports_are_readable_at_80_columns(command: str, install: Any, monkeypa
     monkeypatch.setattr("ds_command_kit.show._is_terminal", lambda: True)
     lines = dscore(command).output.splitlines()
     assert max(map(len, lines)) <= 80
-    first = "quarantined" if command == "plugins" else "fault"
-    assert lines[0].startswith(first) and "a_plugin_of_an_uncommonly_long_name" in lines[0]
-    assert "ModuleNotFoundError: No module named 'no_such_module_bad'" in " ".join(
-        " ".join(lines).split()
-    )
+    text = " ".join(" ".join(lines).split())
+    if command == "plugins":
+        assert text.split("loaded")[0].count("quarantined") == 1  # before all others
+    else:
+        assert lines[0].startswith("fault") and "a_plugin_of_an_uncommonly_long_name" in lines[0]
+    assert "ModuleNotFoundError: No module named 'no_such_module_bad'" in text
+
+
+def test_a_distribution_is_one_row_however_many_plugins_it_has(install: Any) -> None:
+    install("one", "ds-both", ds_optimizers=lambda: {"a": OptimizerEntry("m:a")})
+    install("two", "ds-both", ds_optimizers=lambda: {"b": OptimizerEntry("m:b")})
+    lines = dscore("plugins").output.splitlines()
+    assert [line.split() for line in lines if line.startswith("ds-both")] == [
+        ["ds-both", "1.0", "loaded", "optimizer", "a,", "b"]
+    ]
 
 
 def test_completion_is_offered_and_knows_the_commands(monkeypatch: Any) -> None:

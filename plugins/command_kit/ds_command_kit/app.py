@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from ds_command_kit.help import HelpContext, with_help
 from ds_command_kit.show import CommandError, other_output_to_stderr, say_error
 from ds_core.entries import resolve
-from ds_core.errors import DSError
+from ds_core.errors import DSError, UsageError, nearest
 
 if TYPE_CHECKING:
     from ds_core.entries import CommandEntry
@@ -26,8 +27,15 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 class Group(TyperGroup):
     """Every command comes from a plugin, and is imported only when it is run."""
 
+    context_class = HelpContext
     own: Mapping[str, CommandEntry] = MappingProxyType({})
     """Commands that need no search, by name: of the package whose program this is."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """The command is called dscore, whoever starts it."""
+        return super().make_context("dscore", args, parent, **extra)
 
     @functools.cached_property
     def offers(self) -> dict[str, list[Answer]]:
@@ -35,9 +43,23 @@ class Group(TyperGroup):
         return _offers()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The own commands in their order, then the other plugins' by name."""
-        others = (n for n in sorted(self.offers) if n not in self.own and " " not in n)
+        """The own commands in their order, then the other plugins' by name.
+
+        One that a group has too is listed there alone.
+        """
+        grouped = {row.value.load for n, rows in self.offers.items() if " " in n for row in rows}
+        others = (
+            n
+            for n, rows in sorted(self.offers.items())
+            if n not in self.own and " " not in n and rows[0].value.load not in grouped
+        )
         return [*self.own, *others]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """``dscore help run`` is ``dscore run --help``."""
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in that carries the command's help line; `resolve_command` imports the command
@@ -52,7 +74,7 @@ class Group(TyperGroup):
         try:
             name, _, rest = super().resolve_command(ctx, args)
         except _UsageError as error:
-            error.message += _why_not(args[0])  # type: ignore[attr-defined]
+            error.message = _no_command(args[0], (*self.own, *self.offers))  # type: ignore[attr-defined]
             raise
         assert name is not None
         return name, self.imported(name), rest
@@ -69,7 +91,8 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except DSError as error:
             say_error(str(error))
-            raise typer.Exit(2 if isinstance(error, CommandError) else 1) from None
+            wrong_usage = isinstance(error, (CommandError, UsageError))
+            raise typer.Exit(2 if wrong_usage else 1) from None
 
 
 class OpenGroup(TyperGroup):
@@ -77,6 +100,8 @@ class OpenGroup(TyperGroup):
 
     Its own come first.
     """
+
+    context_class = HelpContext
 
     @functools.cached_property
     def offers(self) -> dict[str, list[Answer]]:
@@ -101,7 +126,8 @@ class OpenGroup(TyperGroup):
         try:
             name, command, rest = super().resolve_command(ctx, args)
         except _UsageError as error:
-            error.message += _why_not(f"{self.name} {args[0]}")  # type: ignore[attr-defined]
+            known = [f"{self.name} {name}" for name in self.list_commands(ctx)]
+            error.message = _no_command(f"{self.name} {args[0]}", known)  # type: ignore[attr-defined]
             raise
         foreign = super().get_command(ctx, str(name)) is None
         return name, _load(str(name), self.offers[str(name)]) if foreign else command, rest
@@ -114,7 +140,7 @@ def find_command(name: str) -> Any:
     """
     group: Group = typer.main.get_command(make_app())  # type: ignore[assignment]
     if name not in group.offers:
-        raise CommandError(f"there is no command {name!r}.{_why_not(name)}")
+        raise CommandError(_no_command(name, group.offers))
     return group.imported(name)
 
 
@@ -128,7 +154,8 @@ def make_app(own: Mapping[str, CommandEntry] = MappingProxyType({})) -> typer.Ty
         help="Distributed training whose every feature is a pip package.",
         no_args_is_help=True,
         add_completion=True,
-        rich_markup_mode="rich" if sys.stdout.isatty() else None,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
     app.callback()(_global_options)
@@ -171,6 +198,16 @@ def _offers() -> dict[str, list[Answer]]:
             for name, entry in answer.value.items():
                 offers.setdefault(name, []).append(Answer(answer.plugin, entry))
     return offers
+
+
+def _no_command(name: str, known: Iterable[str]) -> str:
+    """That there is no such command, and what was meant or brings it."""
+    group, _, word = name.rpartition(" ")
+    words = [n.removeprefix(f"{group} ") for n in known if n.rpartition(" ")[0] == group]
+    close = nearest(word, words)
+    meant = f" Did you mean {close!r}?" if close else ""
+    listed = "" if close else f" `dscore{group and ' ' + group} --help` lists the commands."
+    return f"No such command {word!r}.{meant}{_why_not(name) or listed}"
 
 
 def _why_not(name: str) -> str:
@@ -226,11 +263,11 @@ def _command(name: str, entry: CommandEntry, found: Any) -> Any:
     """The command of a function or ``typer.Typer``."""
     if not isinstance(found, typer.Typer):
         holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        holder.command(name, help=entry.help or None)(found)
+        holder.command(name, help=inspect.getdoc(found) or entry.help or None)(found)
         found = holder
     command = typer.main.get_command(found)
     command.name = name
-    return command
+    return with_help(command)
 
 
 def _both(rows: list[Answer]) -> str:

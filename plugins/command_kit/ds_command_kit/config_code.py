@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_command_kit.show import CommandError
+from ds_command_kit.show import CommandError, check_file
 
 if TYPE_CHECKING:
     from ds_core.config.source import ConfigSource
@@ -34,8 +34,8 @@ def named_code(source: ConfigSource) -> tuple[str, ...]:
 
 
 def read_to_look_at(file: Path, imports: bool) -> ConfigSource:
-    """The config in `file`. ConfigError where values are wrong, CommandError where it names code
-    and `imports` is not set.
+    """The config in `file`. ConfigError where values are wrong, CommandError where there is no such
+    file, or it names code and `imports` is not set.
     """
     from ds_core.config.source import read_config
 
@@ -46,6 +46,7 @@ def look_at(file: Path, imports: bool) -> ConfigSource:
     """The same, with the problems of single values in the source."""
     from ds_core.config.source import read_in_part
 
+    check_file(file, "config file")
     source = read_in_part(file)
     if (modules := named_code(source)) and not imports:
         raise CommandError(

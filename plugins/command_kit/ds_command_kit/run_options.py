@@ -26,3 +26,5 @@ class RunOption:
     """What the help calls the value; "" for a flag."""
     choices: tuple[str, ...] = ()
     """The values that there are; empty: any."""
+    panel: str = "Other packages"
+    """The heading in ``dscore run --help`` that it stands under."""

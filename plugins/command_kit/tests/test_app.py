@@ -61,5 +61,5 @@ def test_a_group_has_the_commands_of_other_packages(commands: dict[str, CommandE
 def test_a_command_is_found_by_name(commands: dict[str, CommandEntry]) -> None:
     commands["hello"] = CommandEntry("made_commands:hello", "Of the plugin.")
     assert find_command("hello").name == "hello"
-    with pytest.raises(CommandError, match="there is no command 'helo'"):
+    with pytest.raises(CommandError, match=r"No such command 'helo'\. Did you mean 'hello'\?"):
         find_command("helo")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from ds_command_kit.config_code import Imports, read_to_look_at
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
@@ -22,14 +22,25 @@ def curriculum() -> None:
 
 @app.command()
 def draw(
-    config: Annotated[Path, typer.Argument(help="The config of a run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of a run.")],
     steps: Annotated[
-        int | None, typer.Option(min=1, help="How many steps. Default: to the end.")
+        int | None, typer.Option(min=1, metavar="N", help="How many steps. Default: to the end.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a drawing to this file as well.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a drawing to this file as well.")
+    ] = None,
     imports: Imports = False,
 ) -> None:
-    """Show which difficulty each step has, and how many samples are easy enough for it."""
+    """Show which difficulty each step has, and how many samples are easy enough for it.
+
+    Exit codes:
+      0: the schedule is shown
+      1: the config is wrong
+
+    Examples:
+      dscore curriculum draw ds_config.json
+      dscore curriculum draw ds_config.json --steps 1000 --svg curriculum.svg
+    """
     from ds_core.config import load_config
     from ds_core.errors import UsageError
     from ds_data_sampling.curricula.drawing import as_svg, as_text, curves_of, schedules_of
@@ -45,43 +56,66 @@ def draw(
         typer.echo(f"drawn in {svg}")
 
 
+Dataset = Annotated[
+    str,
+    typer.Argument(
+        metavar="DATASET",
+        help="package.module:name of the dataset, or of a function that returns it.",
+    ),
+]
+Folder = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="FOLDER", help="Where the files of the metrics go."),
+]
+Metric = Annotated[
+    list[str],
+    typer.Option(
+        "--metric",
+        "-m",
+        metavar="METRIC",
+        help="seqlen, vocabulary, vocabularyrarity or NAME=package.module:function.",
+    ),
+]
+Processes = Annotated[
+    int,
+    typer.Option("--processes", "-p", min=0, metavar="N", help="That load and measure samples."),
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Samples that a process takes at a time.")
+]
+Worker = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Measure only the part of this worker, of --workers."),
+]
+Workers = Annotated[int, typer.Option(min=1, metavar="N", help="Jobs that share the dataset.")]
+Combine = Annotated[
+    bool, typer.Option("--combine", help="Put the parts of --workers workers together.")
+]
+
+
 @app.command()
 def analyze(
-    dataset: Annotated[
-        str,
-        typer.Argument(
-            help="package.module:name of the dataset, or of a function that returns it."
-        ),
-    ],
-    folder: Annotated[
-        Path, typer.Option("--output", "-o", help="Where the files of the metrics go.")
-    ],
-    metric: Annotated[
-        list[str],
-        typer.Option(
-            "--metric",
-            "-m",
-            help="seqlen, vocabulary, vocabularyrarity or NAME=package.module:function.",
-        ),
-    ],
-    processes: Annotated[
-        int, typer.Option("--processes", "-p", min=0, help="That load and measure samples.")
-    ] = 0,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Samples that a process takes at a time.")
-    ] = 256,
-    worker: Annotated[
-        int | None, typer.Option(min=0, help="Measure only the part of this worker, of --workers.")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Jobs that share the dataset.")] = 1,
-    combine: Annotated[
-        bool, typer.Option("--combine", help="Put the parts of --workers workers together.")
-    ] = False,
+    dataset: Dataset,
+    folder: Folder,
+    metric: Metric,
+    processes: Processes = 0,
+    batch_size: BatchSize = 256,
+    worker: Worker = None,
+    workers: Workers = 1,
+    combine: Combine = False,
 ) -> None:
     """Measure each sample of a dataset, and write the index files for curricula and token budgets.
 
     Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N
     --combine`.
+
+    Exit codes:
+      0: the metrics are written
+      1: the dataset or a metric cannot be loaded
+
+    Examples:
+      dscore curriculum analyze mine.data:train -o metrics -m seqlen
+      dscore curriculum analyze mine.data:train -o metrics -m seqlen -p 8
     """
     from ds_core.errors import UsageError
     from ds_data_sampling.curricula import analysis

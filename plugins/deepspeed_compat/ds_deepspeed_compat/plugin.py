@@ -34,7 +34,11 @@ def ds_run_options() -> Mapping[str, RunOption]:
     from ds_command_kit.run_options import RunOption
 
     text = "`import deepspeed` in the script gives ds_core."
-    return {"--as-deepspeed": RunOption("ds_deepspeed_compat.finder:as_deepspeed", text)}
+    return {
+        "--as-deepspeed": RunOption(
+            "ds_deepspeed_compat.finder:as_deepspeed", text, panel="DeepSpeed"
+        )
+    }
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:

@@ -87,7 +87,8 @@ def test_the_command_writes_a_file_that_passes(tmp_path: Path) -> None:
         said.exit_code == 1 and "  bfloat16: is deprecated and was read as 'bf16'\n" in said.output
     )
     assert (
-        "does not work, and was left out:\n  amp: " in said.output and "geheim" not in said.output
+        "does not work here, and was left out:\n  amp: " in said.output
+        and "geheim" not in said.output
     )
     assert json.loads(new.read_text()) == {"train_batch_size": 8, "bf16": {"enabled": True}}
     assert new.stat().st_mode & 0o777 == 0o600

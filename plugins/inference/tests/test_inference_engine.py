@@ -316,7 +316,7 @@ def test_times_of_each_step_of_a_generation(inject: bool) -> None:
         (
             {"tensor_parallel": {"tp_size": 2}},
             ConfigError,
-            "tp 2 = 2 ranks do not divide the world of 1",
+            "tp 2 needs a multiple of 2 processes; there are 1",
         ),
         (
             {"tensor_parallel": {"tp_size": 2, "mpu": object()}},

@@ -149,7 +149,11 @@ def test_a_kind_that_there_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     code, _, error = dscore("my-x", "--kind", "monitors", capfd=capfd)
     assert code == 2 and "did you mean 'monitor'?" in error
     code, _, error = dscore("my-x", capfd=capfd)
-    assert code == 2 and "--kind is missing" in error
+    assert code == 2 and "give a name and a --kind" in error
+    code, said, _ = dscore(capfd=capfd)
+    assert code == 0 and said.startswith("give a name and a --kind; the kinds are:")
+    code, _, named = dscore("--kind", "monitor", capfd=capfd)
+    assert code == 2 and "dscore new plugin my-monitor --kind monitor" in named
     assert all(
         re.search(rf"^  {kind} +{re.escape(about.meaning)}$", error, re.MULTILINE)
         for kind, about in KINDS.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from ds_command_kit.show import CommandError, show_json, show_table
+from ds_command_kit.show import CommandError, check_folder, show_json, show_table
 
 from ds_core.errors import DSError
 from ds_nvme.engines import Settings
@@ -25,7 +25,9 @@ THREADS = (1, 2, 4)
 """What is tried, the defaults first: another value must be faster by a twentieth to be taken."""
 
 app = typer.Typer(
-    help="Measure a disk, and find the settings of the section aio for it.", no_args_is_help=True
+    help="Measure a disk, and find the settings of the section aio for it.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 """The group ``dscore io``."""
 
@@ -48,20 +50,41 @@ class _Row:
         return 2 / (1 / self.speed.write + 1 / self.speed.read) if self.speed is not None else 0.0
 
 
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="[FOLDER]", help="A folder on the disk, as for nvme_path. Default: this one."
+    ),
+]
+Size = Annotated[
+    int,
+    typer.Option(metavar="MIB", help="MiB of the file that is written and read.", min=1),
+]
+Seconds = Annotated[
+    float, typer.Option(metavar="SECONDS", help="About how long all of it may take.", min=1)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
 @app.command("bench")
 def bench(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder on the disk, as for nvme_path.")
-    ] = Path(),
-    size: Annotated[
-        int, typer.Option(help="MiB of the file that is written and read.", min=1)
-    ] = 256,
-    seconds: Annotated[float, typer.Option(help="About how long all of it may take.", min=1)] = 30,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    folder: Folder = Path(),
+    size: Size = 256,
+    seconds: Seconds = 30,
+    as_json: AsJson = False,
 ) -> None:
     """Measure engines, block sizes, queue depths and numbers of threads; print the best ones for
     the config.
+
+    Exit codes:
+      0: the best settings are printed
+      2: wrong usage, or the disk cannot be used
+
+    Examples:
+      dscore io bench /local_nvme
+      dscore io bench /local_nvme --size 1024 --seconds 60
     """
+    check_folder(folder)
     own = None
     try:
         own = RunFolder(folder)

@@ -166,7 +166,7 @@ def test_dscore_plan_shows_the_configs_schedule(tmp_path: Path) -> None:
     assert [c["title"] for c in charts] == ["pipeline, auto: 2 stages, 3 chunks, 4 micro-batches"]
     assert "the PipelineModule decides the number" in plan(tmp_path)[1]
     code, _, why = plan(tmp_path, "--svg", str(tmp_path / "drawn"))
-    assert code == 1
+    assert code == 2
     assert "no plugin draws anything" in why.replace("\n", " ")
 
 

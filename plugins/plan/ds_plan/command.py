@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from ds_command_kit.config_code import Imports, read_to_look_at
 
 from ds_core.config import Trait
 from ds_core.errors import UsageError
 from ds_plan import options
-from ds_plan.advice import Room, recommend
+from ds_plan.advice import Advice, Room, recommend
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ds_plan.needs import Need
     from ds_plan.planner import Planner
     from ds_plan.run import PlannedRun
-    from ds_plan.tables import Exchange
+    from ds_plan.tables import Exchange, Plan
 
 LAYERS = 32
 """The assumed number of layers of a model of --params without --largest-layer."""
@@ -47,50 +48,64 @@ def plan(
     host_memory: options.HostMemory = None,
     ranks_per_host: options.RanksPerHost = 8,
     as_json: options.Json = False,
+    verbose: options.Verbose = False,
     svg: options.Svg = None,
     against: options.Against = None,
     imports: Imports = False,
 ) -> None:
-    """Predict memory and messages of each rank under every stage and offload, and recommend one."""
+    """Predict memory and messages of each rank under every stage and offload, and recommend one.
+
+    Exit codes:
+      0: the table is shown, and something fits in --device-memory
+      1: nothing fits in it, or the config is wrong
+      2: wrong usage, such as a size without a unit
+
+    Examples:
+      dscore plan --world 64 --params 7B --device-memory 80GB --reserve 20GB
+      dscore plan --world 8 --model mine.model:build --tokens 4096
+    """
     from ds_core.precision import cast_module, make_precision
     from ds_plan.models import divide_matrices
     from ds_plan.planner import make_planners
-    from ds_plan.tables import Plan, draw, show_plan, show_plan_as_json
+    from ds_plan.tables import Plan
 
     module = _make_model(params, largest_layer, model)
     source = _read(config, imports, dtype, gas)
-    planners = make_planners(source)
-    chosen = _compose(source, planners)
-    precision = make_precision(chosen.config, chosen.plugins)
-    cast_module(module, precision)
-
+    chosen = _compose(source, planners := make_planners(source))
+    cast_module(module, precision := make_precision(chosen.config, chosen.plugins))
     divided = Divided.by(chosen)
-    # Activations are counted in a forward, which a model with divided matrices cannot run.
     activations = _count_activations(module, tokens, params, divided)
     part = divide_matrices(module, divided.layers)
     run = _make_run(chosen, precision, part, world, optimizer_states)
-
     if against is not None:
         _compare(against, planners, chosen, part, run, as_json)
         return
-    needs = [need for planner in planners for need in planner.choices(chosen.config, part, run)]
-    _warn_of_grain(chosen)
+    needs = _choices(planners, chosen, part, run)
     room = _make_room(device_memory, reserve, host_memory, min(ranks_per_host, world))
-    if room is not None and activations is not None:
-        kept = activations.least(checkpointing=chosen.config.has(Trait.RECOMPUTES))
-        room = replace(room, device=room.device - kept)
     result = Plan(
         parameters=sum(p.numel() for p in module.parameters()),
         run=run,
         tensor_parallel=divided.layers,
         activations=activations,
         needs=needs,
-        advice=None if room is None else recommend(needs, room),
+        advice=_advise(needs, room, activations, chosen),
         charts=_ask_charts(chosen),
         exchanges=_plan_exchanges(chosen, module, world * divided.layers, needs),
     )
-    (show_plan_as_json if as_json else show_plan)(result)
-    draw(result.charts, svg)
+    _answer(result, as_json, verbose, svg)
+
+
+def _answer(plan: Plan, as_json: bool, verbose: bool, svg: Path | None) -> None:
+    """Show the plan; ends with 1 where nothing fits."""
+    from ds_plan.tables import draw, show_plan, show_plan_as_json
+
+    if as_json:
+        show_plan_as_json(plan)
+    else:
+        show_plan(plan, verbose=verbose)
+    draw(plan.charts, svg)
+    if plan.advice is not None and plan.advice.need is None:
+        raise typer.Exit(1)
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -143,6 +158,7 @@ class Divided:
 def _count_activations(
     module: nn.Module, tokens: int | None, params: str | None, divided: Divided
 ) -> Activations | None:
+    """In a forward, which a model with divided matrices cannot run."""
     from ds_plan.activations import count_activations
 
     if tokens is None:
@@ -196,6 +212,14 @@ def _make_run(
 
     run = PlannedRun.of(chosen.config, chosen.optimizer, precision, part, world)
     return run if optimizer_states is None else replace(run, states=optimizer_states)
+
+
+def _choices(
+    planners: Sequence[Planner], chosen: Composition, part: nn.Module, run: PlannedRun
+) -> Sequence[Need]:
+    """What each planner offers."""
+    _warn_of_grain(chosen)
+    return [need for planner in planners for need in planner.choices(chosen.config, part, run)]
 
 
 def _warn_of_grain(chosen: Composition) -> None:
@@ -271,6 +295,21 @@ def _make_room(
         host=None if host_memory is None else parse_amount(host_memory, "--host-memory"),
         ranks_per_host=ranks_per_host,
     )
+
+
+def _advise(
+    needs: Sequence[Need],
+    room: Room | None,
+    activations: Activations | None,
+    chosen: Composition,
+) -> Advice | None:
+    """What to use, with room for activations where they were counted."""
+    if room is None:
+        return None
+    if activations is not None:
+        kept = activations.least(checkpointing=chosen.config.has(Trait.RECOMPUTES))
+        room = replace(room, device=room.device - kept)
+    return recommend(needs, room)
 
 
 def _compare(

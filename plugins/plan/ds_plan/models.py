@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ds_command_kit.show import check_file
 from torch import nn
 
 from ds_core.errors import UsageError
 
 UNITS = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12,
+    "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
@@ -30,7 +32,8 @@ def parse_amount(text: str, option: str) -> int:
     Raises UsageError that names `option`.
     """
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(match.group(2).lower()) if match else None
+    # Without a unit nobody can tell 80 bytes from 80 gigabytes.
+    unit = UNITS.get(match.group(2).lower()) if match and match.group(2) else None
     if (
         match is None
         or unit is None
@@ -116,10 +119,19 @@ def _find_function(source: str) -> Callable[[], Any]:
         sys.path.insert(0, "")
     try:
         found: Any = importlib.import_module(name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {source}: {error}") from error
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(f"--model {source}: the module {name} fails: {error}") from error
+        raise UsageError(
+            f"--model {source}: there is no module {error.name!r}, neither in {os.getcwd()!r} nor on "
+            "PYTHONPATH"
+        ) from error
+    except ImportError as error:
+        raise UsageError(f"--model {source}: the module {name} fails: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"--model {source}: the module {name} has no {attribute!r}")
+        found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"--model {source}: {attribute} is not a function")
     needed = [
@@ -135,10 +147,11 @@ def _find_function(source: str) -> Callable[[], Any]:
 
 
 def _from_hugging_face(path: Path) -> nn.Module:
+    check_file(path, "config.json of a model")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--model {path}: {error}") from error
+        raise UsageError(f"--model {path}: it is not JSON: {error}") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise UsageError(
             f"--model {path}: has no model_type, so it is not a Hugging Face config.json"

@@ -9,75 +9,144 @@ import typer
 
 # -- the model and the ranks
 
-World = Annotated[int, typer.Option("--world", min=1, help="Data-parallel ranks.")]
+World = Annotated[
+    int,
+    typer.Option(
+        "--world", min=1, metavar="N", rich_help_panel="Run", help="Data-parallel processes."
+    ),
+]
 
-Params = Annotated[str | None, typer.Option(help="Parameters of the model, such as 7B.")]
+Params = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COUNT", rich_help_panel="Model", help="Parameters of the model, such as 7B."
+    ),
+]
 
 LargestLayer = Annotated[
     str | None,
     typer.Option(
-        help="With --params: parameters of the largest layer, such as 200M. Default: 1/32."
+        metavar="COUNT",
+        rich_help_panel="Model",
+        help="With --params: parameters of the largest layer, such as 200M. Default: 1/32.",
     ),
 ]
 
 Model = Annotated[
     str | None,
     typer.Option(
-        help="module:function that builds the model, or the path of a Hugging Face config.json."
+        metavar="MODEL",
+        rich_help_panel="Model",
+        help="module:function that builds the model, or the path of a Hugging Face config.json.",
     ),
 ]
 
 # -- the run
 
-Config = Annotated[Path | None, typer.Option(help="The config of the run.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="CONFIG", rich_help_panel="Run", help="The config of the run."),
+]
 
 Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"] | None,
-    typer.Option(help="Default: the config's; bf16 without one."),
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel="Run",
+        help="fp32, bf16 or fp16. Default: the config's; bf16 without one.",
+    ),
 ]
 
 OptimizerStates = Annotated[
     int | None,
     typer.Option(
         min=0,
+        metavar="N",
+        rich_help_panel="Run",
         help="Elements that the optimizer keeps per parameter. Default: the config's; 2 (Adam).",
     ),
 ]
 
 Gas = Annotated[
-    int | None, typer.Option(min=1, help="Micro-batches per step. Default: the config's; 1.")
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel="Run",
+        help="Micro-batches per step. Default: the config's; 1.",
+    ),
 ]
 
 Tokens = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens of one sequence: tell what activations take too. Needs --model."
+        min=1,
+        metavar="N",
+        rich_help_panel="Model",
+        help="Tokens of one sequence: tell what activations take too. Needs --model.",
     ),
 ]
 
 # -- the memory that there is
 
 DeviceMemory = Annotated[
-    str | None, typer.Option(help="Memory of one device, such as 80GB: recommend what fits.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel="Memory",
+        help="Memory of one device, such as 80GB: recommend what fits.",
+    ),
 ]
 
-Reserve = Annotated[str, typer.Option(help="Device memory to leave for activations, such as 20GB.")]
+Reserve = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel="Memory",
+        help="Device memory to leave for activations, such as 20GB.",
+    ),
+]
 
 HostMemory = Annotated[
-    str | None, typer.Option(help="Of one machine, such as 1TB. Default: no limit.")
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel="Memory",
+        help="Of one machine, such as 1TB. Default: no limit.",
+    ),
 ]
 
-RanksPerHost = Annotated[int, typer.Option(min=1, help="Ranks that share a machine's memory.")]
+RanksPerHost = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel="Memory",
+        help="Processes that share a machine's memory.",
+    ),
+]
 
 # -- the answer
 
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table; all in bytes.")]
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say what makes up the memory of the device, too.")
+]
+
 Svg = Annotated[
-    Path | None, typer.Option(help="A folder for drawings by plugins, such as timelines.")
+    Path | None,
+    typer.Option(
+        "--svg-folder",
+        "--svg",
+        metavar="FOLDER",
+        help="Write drawings by plugins, such as timelines, into this folder.",
+    ),
 ]
 
 Against = Annotated[
     Path | None,
-    typer.Option(help="Compare with a run: the folder of its section memory_snapshot."),
+    typer.Option(
+        metavar="FOLDER", help="Compare with a run: the folder of its section memory_snapshot."
+    ),
 ]

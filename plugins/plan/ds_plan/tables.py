@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from ds_command_kit.show import show_json, show_table
+from ds_command_kit.show import show_json, show_list, show_table
 
 from ds_core.errors import UsageError
 from ds_plan.needs import Kinds, Need
@@ -92,8 +92,11 @@ def _as_dict(need: Need) -> dict[str, Any]:
     return {**plain, "device_peak": need.device.peak, "host_peak": need.host.peak}
 
 
-def show_plan(plan: Plan) -> None:
-    """Print the table of the choices, activations, the advice, and the text of the charts."""
+def show_plan(plan: Plan, *, verbose: bool = False) -> None:
+    """Print the table of the choices, activations, the advice, and the text of the charts.
+
+    verbose: what makes up the bytes of the device, too.
+    """
     divided = ""
     if plan.tensor_parallel > 1:
         divided = f", each {plan.tensor_parallel} that divide matrices evenly"
@@ -102,6 +105,9 @@ def show_plan(plan: Plan) -> None:
         "GB of each rank, without activations"
     )
     _show_choices(plan)
+    if verbose:
+        typer.echo("what the device holds:")
+        show_list([_kinds_of(need) for need in plan.needs])
     if plan.activations is not None:
         typer.echo(
             f"activations of a rank's {plan.activations.tokens:,} tokens, undivided layers: "
@@ -120,25 +126,32 @@ def show_plan(plan: Plan) -> None:
 
 
 KINDS = ("weights", "gradients", "masters", "states", "step", "buckets", "gathered")
-"""The columns of `Kinds`, in the order of its fields."""
+"""The names of `Kinds`, in the order of its fields."""
+_COLUMNS = tuple(zip(KINDS, fields(Kinds), strict=True))
 
 
 def _show_choices(plan: Plan) -> None:
     advised = None if plan.advice is None else plan.advice.need
     # Traffic between blocks of ranks is a column only where the config makes blocks.
     in_blocks = any(need.across for need in plan.needs)
-    traffic = ("sent per step", "to other blocks") if in_blocks else ("sent per step",)
+    traffic = ("sent", "across") if in_blocks else ("sent per step",)
     rows = []
     for need in plan.needs:
         mark = "> " if need is advised else ""
         row = [f"{mark}{need.stage}", need.offload.value]
-        row += [gigabytes(getattr(need.device, field.name)) for field in fields(Kinds)]
         row += [gigabytes(need.device.peak), gigabytes(need.host.peak), gigabytes(need.disk)]
         row.append(gigabytes(need.sent))
         if in_blocks:
             row.append(gigabytes(need.across))
         rows.append(tuple(row))
-    show_table(("stage", "offloaded", *KINDS, "device", "host", "disk", *traffic), rows)
+    show_table(("stage", "offloaded", "device", "host", "disk", *traffic), rows)
+
+
+def _kinds_of(need: Need) -> tuple[str, str, str]:
+    """The parts of `need.device`, but for those of which there is nothing."""
+    sizes = ((kind, getattr(need.device, field.name)) for kind, field in _COLUMNS)
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in sizes if size)
+    return str(need.stage), f"{need.offload.value}: {parts or 'nothing'}", ""
 
 
 def _describe(activations: Activations) -> str:
@@ -177,7 +190,9 @@ def draw(charts: Sequence[Chart], folder: Path | None) -> None:
     drawn = [chart for chart in charts if chart.svg is not None]
     if not drawn:
         raise UsageError("--svg: no plugin draws anything of this config")
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.parent.is_dir():
+        raise UsageError(f"--svg: no such folder: {str(folder.parent)!r}")
+    folder.mkdir(exist_ok=True)
     for chart in drawn:
         path = folder / f"{chart.name}.svg"
         path.write_text(chart.svg or "")

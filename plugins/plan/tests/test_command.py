@@ -56,6 +56,20 @@ def test_the_command_prints_a_table_and_its_advice() -> None:
     assert lines[-1].startswith("stage 2: 16.4 GB on the device; of what fits it offloads least")
 
 
+def test_where_nothing_fits_the_answer_is_negative() -> None:
+    done = dscore("--world", "8", "--params", "7B", "--device-memory", "1GB")
+    assert done.exit_code == 1 and "nothing fits: " in done.output
+
+
+def test_the_table_fits_80_columns_and_details_fold() -> None:
+    words = ("--world", "64", "--params", "7B")
+    short = dscore(*words).output.splitlines()
+    assert max(map(len, short)) <= 80
+    long = dscore(*words, "--verbose").output.splitlines()
+    assert long[: len(short)] == short and max(map(len, long)) <= 80
+    assert "1  none: weights 14, gradients 14, masters 0.438, states 0.875, step 0.438" in long
+
+
 def test_zenflow_is_part_of_the_plans_with_offload(tmp_path: Path) -> None:
     needs = []
     for zenflow in ({}, {"zenflow": {"topk_ratio": 0.5}}):
@@ -192,15 +206,24 @@ def test_what_an_optimizer_of_matrices_exchanges(tmp_path: Path) -> None:
             "--largest-layer is an option of --params",
         ),
         (["--model", "mine_to_plan"], "write module:function"),
-        (["--model", "mine_to_plan:missing"], "has no attribute 'missing'"),
-        (["--model", "no_such_module_here:build"], "No module named 'no_such_module_here'"),
+        (["--model", "mine_to_plan:missing"], "the module mine_to_plan has no 'missing'"),
+        (
+            ["--model", "no_such_module_here:build"],
+            "there is no module 'no_such_module_here', neither in",
+        ),
         (
             ["--model", "mine_to_plan:build_nothing"],
             "returned a NoneType; it must return a torch.nn.Module",
         ),
         (["--model", "mine_to_plan:broken"], "building it failed: ZeroDivisionError"),
         (["--model", "mine_to_plan:greedy"], "needs arguments (size)"),
-        (["--model", "missing.json"], "No such file"),
+        (["--model", "missing.json"], "no such config.json of a model: 'missing.json' in"),
+        (
+            ["--params", "7B", "--device-memory", "80"],
+            "--device-memory is '80'; write a number with",
+        ),
+        (["--params", "7"], "--params is '7'"),
+        (["--params", "7B", "--config", "gone.json"], "no such config file: 'gone.json' in"),
         (["--params", "7B", "--host-memory", "1TB"], "give --device-memory too"),
     ],
 )
@@ -208,7 +231,7 @@ def test_what_cannot_be_planned_says_why(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done = dscore("--world", "8", *words)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert message in done.output + done.stderr + capfd.readouterr().err
 
 
@@ -218,7 +241,7 @@ def test_hugging_face_configs_need_their_library(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = dscore("--world", "8", "--model", "config.json")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "pip install transformers, or give --params" in done.output + done.stderr
     # The library itself is large; this is its face.
     library = types.ModuleType("transformers")
@@ -239,11 +262,11 @@ def test_plugins_add_what_they_plan(tmp_path: Path) -> None:
         json.dumps({"bf16": {"enabled": True}, "plugins": {"load": ["sketch=sketch"]}})
     )
     done = dscore(
-        "--world", "8", "--params", "1M", "--config", "c.json", "--import", "--svg", "drawn"
+        "--world", "8", "--params", "1M", "--config", "c.json", "--import", "--svg-folder", "drawn"
     )
     assert done.exit_code == 0, done.stderr
     assert done.stdout.endswith("\nA title\nsome text\n\nB\ndrawn\n")
     assert [(p.name, p.read_text()) for p in Path("drawn").iterdir()] == [("b.svg", "<svg/>")]
     done = dscore("--world", "8", "--params", "1M", "--svg", "drawn")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no plugin draws anything" in " ".join((done.output + done.stderr).split())

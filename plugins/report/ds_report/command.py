@@ -22,13 +22,21 @@ def report(
         typer.Option(
             "--output",
             "-o",
+            metavar="FILE",
             help="The file; report.html in the run's folder, or here for several runs.",
         ),
     ] = None,
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
+    title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
 ) -> None:
     """Write one HTML page that shows one or several runs side by side; it needs no network and no
     other file.
+
+    Exit codes:
+      0: the page is written
+
+    Examples:
+      dscore report runs/first
+      dscore report runs/first runs/second -o compared.html --title "two stages"
     """
     from ds_report.page.page import page
     from ds_report.run import find_runs, names_of, read_run

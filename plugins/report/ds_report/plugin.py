@@ -40,7 +40,11 @@ def ds_run_options() -> Mapping[str, RunOption]:
     from ds_command_kit.run_options import RunOption
 
     text = "Keep a record of the run in FOLDER, for dscore report."
-    return {"--record": RunOption("ds_report.recording:record_into", text, metavar="FOLDER")}
+    return {
+        "--record": RunOption(
+            "ds_report.recording:record_into", text, metavar="FOLDER", panel="Output"
+        )
+    }
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import importlib_metadata
+import typer
 
 from ds_core.catalogue import offered_by
 from ds_core.entries import resolve
@@ -426,12 +427,29 @@ def level_of(verdicts: list[Verdict]) -> str:
 
 
 def grade(
-    module: str, section: str = "", config: str = "", as_json: bool = False, fast: bool = False
+    module: Annotated[
+        str, typer.Argument(metavar="MODULE", help="The declaration: the entry point's value.")
+    ],
+    section: Annotated[
+        str, typer.Option(metavar="NAME", help="Its section, where its tests do not say it.")
+    ] = "",
+    config: Annotated[
+        str, typer.Option(metavar="JSON", help="A valid value of the section, likewise.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Leave out its own tests, and runs of training.")
+    ] = False,
 ) -> None:
     """Say how much of what users expect the plugin with the declaration MODULE keeps.
 
-    --section and --config give its section and a valid value of it as JSON, where its tests do not
-    say them. --fast leaves out its own tests and runs of training.
+    Exit codes:
+      0: every rule passes, or does not apply
+      1: a rule fails
+
+    Examples:
+      dscore plugins grade my_lines.plugin
+      dscore plugins grade my_lines.plugin --fast --json
     """
     try:
         exists = importlib.util.find_spec(module) is not None

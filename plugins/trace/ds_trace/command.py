@@ -13,19 +13,32 @@ if TYPE_CHECKING:
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="The folder with the traces: torch_profiler.folder.")],
-    top: Annotated[int, typer.Option(min=1, help="How many collectives are listed.")] = 10,
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The folder with the traces: torch_profiler.folder."),
+    ],
+    top: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many collectives are listed.")
+    ] = 10,
     as_json: Annotated[
         bool, typer.Option("--json", help="JSON instead of tables; times in milliseconds.")
     ] = False,
 ) -> None:
     """Say where the traced steps went: compute, waiting for which collective, idle; and which rank
     is the straggler.
+
+    Exit codes:
+      0: the traces were read
+
+    Examples:
+      dscore trace runs/first/traces
+      dscore trace runs/first/traces --top 3 --json
     """
-    from ds_command_kit.show import show_json
+    from ds_command_kit.show import check_folder, show_json
 
     from ds_trace.all_ranks import compare, read_run
 
+    check_folder(run)
     found = compare(read_run(run))
     if as_json:
         show_json(_plain(found))

@@ -8,45 +8,68 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ds_command_kit.show import CommandError
 
-World = Annotated[int, typer.Option(min=1, help="Processes of the run, on this host.")]
-Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps that are compared.")]
+if TYPE_CHECKING:
+    from ds_verify.comparing import Report
+
+ScriptName = Annotated[
+    str, typer.Argument(metavar="SCRIPT", help="The training script, which needs no change.")
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+]
+World = Annotated[
+    int, typer.Option("--world", min=1, metavar="N", help="Processes of the run, on this host.")
+]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps that are compared.")]
 Config = Annotated[
-    Path | None, typer.Option(help="A config whose keys replace those of the script's config.")
+    Path | None,
+    typer.Option(
+        metavar="CONFIG", help="A config whose keys replace those of the script's config."
+    ),
 ]
 Against = Annotated[
-    str, typer.Option(help='"one": one process; or a config file with keys of another layout.')
+    str,
+    typer.Option(
+        metavar="CONFIG", help='"one": one process; or a config file with keys of another layout.'
+    ),
 ]
 AgainstWorld = Annotated[
-    int, typer.Option(min=1, help="Processes of the layout that --against names.")
+    int, typer.Option(min=1, metavar="N", help="Processes of the layout that --against names.")
 ]
 AgainstArguments = Annotated[
-    str, typer.Option(help='Words that SCRIPT gets after its own in the reference: "--ep 1".')
+    str,
+    typer.Option(
+        metavar="WORDS", help='Words that SCRIPT gets after its own in the reference: "--ep 1".'
+    ),
 ]
 Limit = Annotated[
-    float, typer.Option(min=1, help="Ratio to rounding above which a tensor is different.")
+    float,
+    typer.Option(min=1, metavar="X", help="Ratio to rounding above which a tensor is different."),
 ]
 Module = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`.")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all ratios to this file.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all ratios to this file.")
+]
 Html = Annotated[
-    Path | None, typer.Option(help="Write a page with a picture of the ratios to this file.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a page with a picture of the ratios to this file."),
 ]
 Keep = Annotated[
-    Path | None, typer.Option(help="Keep the records in this folder, which must be new.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Keep the records in this folder, which must be new."),
 ]
 
 
 def verify(
-    script: Annotated[str, typer.Argument(help="The training script, which needs no change.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The script's own arguments.")
-    ] = None,
+    script: ScriptName,
+    arguments: Arguments = None,
     world: World = 2,
     steps: Steps = 3,
     config: Config = None,
@@ -63,11 +86,20 @@ def verify(
 
     The script runs as it is on several processes, and its first steps are recorded. One process then
     computes the same micro-batches with the same weights, twice: once exactly, once with inputs that
-    differ by one unit in the last place, which tells what rounding explains. Exits with 0 where all
-    tensors are equal, with 1 where one differs, with 2 where the runs could not be made.
+    differ by one unit in the last place, which tells what rounding explains.
+
+    Exit codes:
+      0: all tensors are equal, but for rounding
+      1: a tensor differs
+      2: wrong usage, or the runs could not be made
+
+    Examples:
+      dscore verify train.py
+      dscore verify --world 4 --steps 5 train.py --deepspeed_config ds_config.json
+      dscore verify --against one_stage.json --html verify.html train.py
     """
     from ds_core.errors import DSError
-    from ds_verify.report import as_data, describe
+    from ds_verify.report import describe
     from ds_verify.runs import Script, make_runs
 
     if against == "one" and against_world > 1:
@@ -92,13 +124,19 @@ def verify(
             # 1 means that a tensor differs, so nothing else may end with it.
             raise CommandError(str(error)) from error
     typer.echo(describe(report))
+    _write(report, script, as_json, html)
+    raise typer.Exit(0 if report.first is None else 1)
+
+
+def _write(report: Report, script: str, as_json: Path | None, html: Path | None) -> None:
     if as_json is not None:
+        from ds_verify.report import as_data
+
         as_json.write_text(json.dumps(as_data(report), indent=1), encoding="utf-8")
     if html is not None:
         from ds_verify.page import make_page
 
         html.write_text(make_page(report, script), encoding="utf-8")
-    raise typer.Exit(0 if report.first is None else 1)
 
 
 @contextmanager

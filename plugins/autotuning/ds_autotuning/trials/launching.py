@@ -139,6 +139,8 @@ def parse_words(words: Sequence[str]) -> Launch:
         )
     hosts = given["hostfile"] or given["nnodes"]
     nproc = parse_nproc(given["nproc"])
+    if given["world"] is not None and not (hosts and not high):
+        nproc = given["world"] // (high or 1)
     return Launch(
         tuple(head),
         script,

@@ -4,12 +4,14 @@ torch).
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from ds_command_kit.config_code import Imports, look_at
-from ds_command_kit.show import other_output_to_stderr, say_error, show_json
+from ds_command_kit.show import CommandError, other_output_to_stderr, say_error, show_json
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -22,32 +24,59 @@ def make_app() -> typer.Typer:
     """The group ``dscore config``."""
     from ds_command_kit.app import OpenGroup
 
-    app = typer.Typer(cls=OpenGroup, help="Check and explain configs.", no_args_is_help=True)
+    app = typer.Typer(
+        cls=OpenGroup,
+        help="Check and explain configs.",
+        no_args_is_help=True,
+        add_completion=False,
+    )
     app.command("check")(check)
     app.command("schema")(schema)
     app.command("explain")(explain)
     return app
 
 
+File = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A .json, .hjson, .yaml or .toml config.")
+]
+World = Annotated[
+    int | None,
+    typer.Option(
+        "--world",
+        min=1,
+        metavar="N",
+        help="Check the batch sizes and the mesh too, for this number of processes.",
+    ),
+]
+Auto = Annotated[
+    bool,
+    typer.Option(
+        "--auto/--no-auto",
+        help='Accept "auto", which a front-end such as the Trainer fills in.',
+    ),
+]
+
+
 def check(
-    file: Annotated[Path, typer.Argument(help="A .json, .hjson, .yaml or .toml config.")],
-    world: Annotated[
-        int | None,
-        typer.Option(min=1, help="Check the batch sizes too, for this number of processes."),
-    ] = None,
-    auto: Annotated[
-        bool,
-        typer.Option(
-            "--auto/--no-auto",
-            help='Accept "auto", which a front-end such as the Trainer fills in.',
-        ),
-    ] = True,
+    file: File,
+    world: World = None,
+    auto: Auto = True,
     imports: Imports = False,
 ) -> None:
     """Check a config as training would, before any process starts; prints every problem.
 
-    Notes name keys without effect, and defaults that are not torch's; the exit code is 0.
+    Notes name keys without effect, and defaults that are not torch's.
+
+    Exit codes:
+      0: training would accept the config
+      1: it would not, and stdout says why
+
+    Examples:
+      dscore config check ds_config.json
+      dscore config check ds_config.json --world 8
+      dscore config check ds_config.json --no-auto
     """
+    from ds_cli.config.batch import check_batch, check_given
     from ds_cli.config.defaults import defaults_unlike_torch
     from ds_cli.config.problems import with_every_problem
     from ds_core.errors import ConfigError
@@ -55,10 +84,11 @@ def check(
 
     def compose_batch(source: ConfigSource) -> tuple[Composition, Batch | None]:
         chosen = compose(source, fill_later=auto)
-        return chosen, _batch(chosen, world)
+        return chosen, check_batch(chosen, world)
 
     try:
         chosen, batch = with_every_problem(compose_batch, look_at(file, imports))
+        check_given(chosen)
     except ConfigError as error:
         for problem in error.problems:
             typer.echo(f"{file}: {problem}")
@@ -73,7 +103,7 @@ def check(
     for name in chosen.config.sections:
         owner = chosen.plugins.section(name)
         typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
-    for note in (*chosen.notes, *defaults_unlike_torch(chosen.config.raw)):
+    for note in (*_read_as_hjson(file), *chosen.notes, *defaults_unlike_torch(chosen.config.raw)):
         typer.echo(f"  note: {note}")
     if autos := chosen.config.autos:
         typer.echo(
@@ -83,29 +113,28 @@ def check(
         typer.echo("  training without one refuses it")
 
 
-_BATCH = frozenset(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-)
-
-
-def _batch(chosen: Composition, world: int | None) -> Batch | None:
-    """The batch sizes; None where they are filled in later, or nothing says them.
-
-    Without a number of processes the micro batches must fit at least one.
-    """
-    if not _BATCH.isdisjoint(chosen.config.autos):
-        return None
-    if world is not None:
-        return chosen.batch(chosen.mesh(world).size("batch"))
-    core = chosen.config.core
-    unit = (core.train_micro_batch_size_per_gpu or 1) * (core.gradient_accumulation_steps or 1)
-    if core.train_batch_size is not None and core.train_batch_size % unit:
-        return chosen.batch(1)
-    return None
+def _read_as_hjson(file: Path) -> Iterator[str]:
+    """What to say of a .json file that is no JSON: a machine without hjson cannot read it."""
+    if file.suffix.lower() not in ("", ".json"):
+        return
+    try:
+        json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        yield (
+            f"read as hjson, since it is not valid JSON ({error}); a machine without "
+            "dscore-config-formats cannot read it"
+        )
 
 
 def schema() -> None:
-    """Print the JSON Schema of the core and of every installed plugin's section."""
+    """Print the JSON Schema of the core and of every installed plugin's section.
+
+    Exit codes:
+      0: the schema is printed
+
+    Examples:
+      dscore config schema > ds_config.schema.json
+    """
     from ds_cli.config.schema import json_schema
 
     show_json(json_schema(_installed_models()))
@@ -116,10 +145,24 @@ def explain(
         str, typer.Argument(metavar="KEY", help="A dotted path such as fp16.loss_scale.")
     ],
 ) -> None:
-    """Say what a key does, its type, its default and who owns it; of a section, its keys too."""
-    from ds_cli.config.explanation import explain as look_up
+    """Say what a key does, its type, its default and who owns it; of a section, its keys too.
 
-    said = look_up(key, _installed_models(), _named_models() if ".params." in key else None)
+    Exit codes:
+      0: the key is explained
+      2: there is no such key, or several that end so
+
+    Examples:
+      dscore config explain zero_optimization
+      dscore config explain fp16.loss_scale
+      dscore config explain optimizer.params.lr
+    """
+    from ds_cli.config.explanation import explain as look_up
+    from ds_core.errors import ConfigError
+
+    try:
+        said = look_up(key, _installed_models(), _named_models() if ".params." in key else None)
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
     typer.echo(said.path)
     if said.description:
         typer.echo(f"  {said.description}")

@@ -72,7 +72,13 @@ def explain(key: str, models: Models, named: Mapping[str, Models] | None = None)
     if key.partition(".")[0] in documented() and key.partition(".")[0] not in models:
         return _documented(key)
     ends = [path for path in table if path.endswith(f".{key}")]
-    if len(ends) == 1:
+    tops = [
+        n for n in {**models, **table, **documented()} if n.startswith(f"{key}_") and "." not in n
+    ]
+    # A section is what is meant more often than a single key: most keys first.
+    tops.sort(key=lambda top: -sum(path.startswith(f"{top}.") for path in table))
+    ends = [*tops, *ends]
+    if len(ends) == 1 and not tops:
         return _explained(ends[0], *table[ends[0]])
     raise ConfigError([_miss(key, ends, table, models)], "explain")
 

@@ -79,12 +79,15 @@ def _problems(error: DSError, config: Mapping[str, Any]) -> list[Problem]:
     if isinstance(error, ConfigError):
         return [*error.problems]
     text = str(error)
-    path, _, message = text.partition(": ")
-    if path == "plugins.require":
-        return _each_of(config["plugins"]["require"], "require")
+    plugins = config.get("plugins", {})
+    found: list[Problem] = []
+    if "plugins.require: " in text:
+        found += _each_of(plugins["require"], "require")
     if f"({LOADED} " in text:
-        plugins = config["plugins"]
-        return _each_of(plugins if isinstance(plugins, list) else plugins["load"], "load")
+        found += _each_of(plugins if isinstance(plugins, list) else plugins["load"], "load")
+    if found:
+        return [*found, *_disabled_in_vain(plugins)]
+    path, _, message = text.partition(": ")
     if _has(path, config):
         return [Problem(path, message)]
     # A plugin is named by its section, a kernel by its operation.
@@ -107,6 +110,19 @@ def _each_of(entries: Iterable[str], key: str) -> list[Problem]:
             message = str(error).removeprefix("plugins.require: ")
             problems.append(Problem(f"plugins.{key}[{index}]", message))
     return problems
+
+
+def _disabled_in_vain(plugins: Any) -> list[Problem]:
+    """Entries of ``plugins.disable`` that nothing installed has. Alone they are notes, since another
+    host may have it.
+    """
+    names = plugins.get("disable", ()) if isinstance(plugins, dict) else ()
+    known = {name for r in Plugins().reports() for name in (r.found.name, r.found.dist)}
+    return [
+        Problem(f"plugins.disable[{i}]", f"nothing installed is called {name!r}")
+        for i, name in enumerate(names)
+        if name not in known
+    ]
 
 
 def _meant(problems: Iterable[Problem]) -> set[str]:

@@ -1,8 +1,8 @@
 """The examinations of ``dscore doctor``, one function a part; none changes anything or starts a
 device.
 
-Each yields findings: "ok", "note" (something is missing that a run can do without) or "fault" (a
-run would fail).
+Each yields findings: "ok", "--" (a device that is not here), "note" (something is missing that a run
+can do without) or "fault" (a run would fail).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ BY_NAME = {
 }
 
 
-Level = Literal["ok", "note", "fault"]
+Level = Literal["ok", "--", "note", "fault"]
+"""Fine, nothing to say of a run; not here, and not needed; a run can do without; a run would fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ def _accelerator(plugins: Plugins) -> Iterator[Finding]:
             )
         elif entry.name != chosen:
             found = f"unavailable: {why}" if why else "available, not chosen"
-            yield Finding(f"accelerator {entry.name} ({dist})", "ok", found)
+            level: Level = "--" if why else "ok"
+            yield Finding(f"accelerator {entry.name} ({dist})", level, found)
 
 
 def _kernel_cache(plugins: Plugins) -> Iterator[Finding]:

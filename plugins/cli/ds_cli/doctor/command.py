@@ -2,56 +2,101 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from ds_command_kit.show import CommandError, other_output_to_stderr, show_json, show_list
+from ds_command_kit.show import (
+    CommandError,
+    check_file,
+    other_output_to_stderr,
+    show_json,
+    show_list,
+)
 
 if TYPE_CHECKING:
     from ds_cli.doctor.checks import Finding
 
+HOSTS = "Several hosts"
+SERVED = "served by "
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show every kernel and its providers.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write a Markdown file for a bug report, without secrets; - prints.",
+    ),
+]
+Config = Annotated[
+    Path | None, typer.Option(metavar="CONFIG", help="With --report: the config that was used.")
+]
+Hostfile = Annotated[
+    str,
+    typer.Option(
+        "--hostfile",
+        "-H",
+        metavar="FILE",
+        rich_help_panel=HOSTS,
+        help="Examine the hosts of FILE and their links instead.",
+    ),
+]
+Include = Annotated[
+    str,
+    typer.Option(
+        "--include", "-i", metavar="HOSTS", rich_help_panel=HOSTS, help="Only these hosts."
+    ),
+]
+Exclude = Annotated[
+    str,
+    typer.Option(
+        "--exclude", "-e", metavar="HOSTS", rich_help_panel=HOSTS, help="Not these hosts."
+    ),
+]
+SshPort = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65535, metavar="PORT", rich_help_panel=HOSTS, help="Of the ssh servers."
+    ),
+]
+MasterPort = Annotated[
+    int,
+    typer.Option(
+        min=1, max=65535, metavar="PORT", rich_help_panel=HOSTS, help="The run's --master-port."
+    ),
+]
+
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a Markdown file for a bug report, without secrets; - prints.",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="With --report: the config that was used.")
-    ] = None,
-    hostfile: Annotated[
-        str,
-        typer.Option(
-            "--hostfile",
-            "-H",
-            metavar="FILE",
-            help="Examine the hosts of FILE and their links instead.",
-        ),
-    ] = "",
-    include: Annotated[
-        str, typer.Option("--include", "-i", help="With --hostfile: only these hosts.")
-    ] = "",
-    exclude: Annotated[
-        str, typer.Option("--exclude", "-e", help="With --hostfile: not these hosts.")
-    ] = "",
-    ssh_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="With --hostfile: of the ssh servers.")
-    ] = None,
-    master_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="With --hostfile: the run's --master-port.")
-    ] = 29500,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    report: Report = None,
+    config: Config = None,
+    hostfile: Hostfile = "",
+    include: Include = "",
+    exclude: Exclude = "",
+    ssh_port: SshPort = None,
+    master_port: MasterPort = 29500,
 ) -> None:
-    """Check python, torch, the accelerator, compilers, kernels and plugins; exits with 1 when a run
-    would fail.
+    """Check python, torch, the accelerator, compilers, kernels and plugins.
 
     With --hostfile: reach each host over ssh, compare versions and clocks, measure latency and
     bandwidth of each link.
+
+    Exit codes:
+      0: nothing is broken, or the report is written
+      1: a run would fail
+
+    Examples:
+      dscore doctor
+      dscore doctor --report bug.md --config ds_config.json
+      dscore doctor --hostfile hosts
     """
     if hostfile:
         if report is not None:
@@ -60,10 +105,10 @@ def doctor(
         return
     if include or exclude or ssh_port is not None:
         raise CommandError("--include, --exclude and --ssh-port need --hostfile")
-    _this_host(report, config, as_json)
+    _this_host(report, config, as_json, verbose)
 
 
-def _this_host(report: Path | None, config: Path | None, as_json: bool) -> None:
+def _this_host(report: Path | None, config: Path | None, as_json: bool, verbose: bool) -> None:
     """Examine this host, and print what was found or write a report of it."""
     from ds_cli.doctor.checks import examine
 
@@ -83,14 +128,29 @@ def _this_host(report: Path | None, config: Path | None, as_json: bool) -> None:
     if as_json:
         show_json([asdict(f) for f in findings])
     else:
-        _show(findings)
+        _show(findings if verbose else _kernels_in_one(findings))
     if any(f.level == "fault" for f in findings):
         raise typer.Exit(1)
 
 
+def _kernels_in_one(findings: list[Finding]) -> list[Finding]:
+    """The findings, in which kernels that are served are one line, by who serves them."""
+    from ds_cli.doctor.checks import Finding
+
+    served = [f for f in findings if f.part.startswith("kernel ") and f.found.startswith(SERVED)]
+    if not served:
+        return findings
+    by = Counter(f.found.removeprefix(SERVED).partition(" on ")[0] for f in served)
+    words = ", ".join(f"{count} by {who}" for who, count in by.most_common())
+    one = Finding("kernels", "ok", f"{len(served)} served: {words}; see --verbose")
+    kept = [f for f in findings if f not in served]
+    at = findings.index(served[0])
+    return [*kept[:at], one, *kept[at:]]
+
+
 def _show(findings: list[Finding]) -> None:
     """Print a list, the worst first, and how many faults there are."""
-    order = ("fault", "note", "ok")
+    order = ("fault", "note", "ok", "--")
     ranked = sorted(findings, key=lambda f: order.index(f.level))
     show_list([(f.level, f"{f.part}: {f.found}", f"-> {f.fix}" if f.fix else "") for f in ranked])
     faults = sum(f.level == "fault" for f in findings)
@@ -113,8 +173,8 @@ def _hosts(
 def _report(findings: list[Finding], config: Path | None) -> str:
     from ds_cli.doctor.bug_report import report
 
-    if config is not None and not config.is_file():
-        raise CommandError(f"--config: no such file: {str(config)!r}")
+    if config is not None:
+        check_file(config, "config file")
     return report(findings, config)
 
 

@@ -4,12 +4,19 @@ forward (no torch).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ds_command_kit.app import OpenGroup
-from ds_command_kit.show import CommandError, other_output_to_stderr, show_json, show_list
+from ds_command_kit.show import (
+    CommandError,
+    other_output_to_stderr,
+    show_json,
+    show_table,
+    terminal_width,
+)
 
 from ds_cli.plugins.upgrade import upgrade
 
@@ -62,7 +69,9 @@ class _Group(OpenGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the word ``show`` where no command is named."""
-        if args != ["--help"] and (not args or self.get_command(ctx, args[0]) is None):
+        if args not in (["--help"], ["-h"]) and (
+            not args or self.get_command(ctx, args[0]) is None
+        ):
             args = ["show", *args]
         return super().parse_args(ctx, args)
 
@@ -70,7 +79,9 @@ class _Group(OpenGroup):
 def make_app() -> typer.Typer:
     """The group ``dscore plugins``."""
     app = typer.Typer(
-        cls=_Group, help="Show every installed plugin; bring a plugin of yours forward."
+        cls=_Group,
+        help="Show every installed plugin, or all about one; rewrite your plugin's old names.",
+        add_completion=False,
     )
     app.command("show")(show)
     app.command("upgrade")(upgrade)
@@ -78,10 +89,23 @@ def make_app() -> typer.Typer:
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="Of a plugin or a distribution: all about it.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(metavar="[NAME]", help="Of a plugin or a distribution: all about it."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Show every installed plugin: what it offers by which names, its state and why."""
+    """Show every installed plugin: what it offers by which names, its state and why.
+
+    Exit codes:
+      0: the list is shown
+      2: no such plugin is installed
+
+    Examples:
+      dscore plugins
+      dscore plugins dscore-zero
+      dscore plugins show --json
+    """
     from ds_core.plugins import Plugins
 
     with other_output_to_stderr():
@@ -96,7 +120,7 @@ def show(
     elif name:
         typer.echo("\n\n".join(map(_described, rows)))
     else:
-        show_list([_line(row) for row in sorted(rows, key=_trouble)])
+        show_table(("package", "state", "offers"), _table(rows), fold=True)
 
 
 def _named(name: str, reports: list[Report]) -> list[Report]:
@@ -150,13 +174,22 @@ def _trouble(row: dict[str, Any]) -> int:
     return 0 if row["state"] == "quarantined" else 1 if row["why"] else 2
 
 
-def _line(row: dict[str, Any]) -> tuple[str, str, str]:
-    what = "; ".join(f"{kind} {', '.join(names)}".strip() for kind, names in row["offers"].items())
-    return (
-        row["state"],
-        f"{row['name']} ({row['distribution']} {row['version']}){': ' if what else ''}{what}",
-        row["why"],
-    )
+def _table(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """A line for each distribution and state: (package, state, what its plugins offer, and why they
+    do not).
+    """
+    packages: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: (_trouble(r), r["distribution"])):
+        package = f"{row['distribution']} {row['version']}"
+        packages.setdefault((package, row["state"]), []).append(row)
+    for (package, state), plugins in packages.items():
+        offers: dict[str, dict[str, None]] = {}
+        for row in plugins:
+            for kind, names in row["offers"].items():
+                offers.setdefault(kind, {}).update(dict.fromkeys(names))
+        what = "; ".join(f"{kind} {', '.join(names)}".strip() for kind, names in offers.items())
+        whys = [f"{row['name']}: {row['why']}" for row in plugins if row["why"]]
+        yield package, state, "\n".join(filter(None, [what, *whys]))
 
 
 def _row(known: Plugins, report: Report) -> dict[str, Any]:
@@ -185,9 +218,15 @@ def _details(known: Plugins, report: Report) -> dict[str, Any]:
         from ds_cli.config.explanation import explain
 
         owner = f"{report.found.dist} {report.found.version}"
-        row["keys"] = dict(
-            explain(report.found.name, {report.found.name: (known.model(report.found), owner)}).keys
+        section = report.found.name
+        models = {section: (known.model(report.found), owner)}
+        found = (
+            (key, explain(f"{section}.{key}", models)) for key, _ in explain(section, models).keys
         )
+        row["keys"] = {
+            key: {"type": one.type, "default": one.default, "description": one.description}
+            for key, one in found
+        }
     return row
 
 
@@ -222,9 +261,26 @@ def _described(row: dict[str, Any]) -> str:
         f"  hooks: {', '.join(row['hooks']) or 'none'}",
         *(f"  {kind}: {', '.join(names)}" for kind, names in row["offers"].items() if names),
     ]
-    for key, about in row.get("keys", {}).items():
-        said.append(f"    {row['name']}.{key}: {about}" if about else f"    {row['name']}.{key}")
-    return "\n".join(said)
+    lines = [line for text in said for line in _folded(text)]
+    for key, one in row.get("keys", {}).items():
+        # The keys of an object have defaults of their own.
+        default = "those of its keys" if one["default"].startswith("{") else one["default"]
+        lines += _folded(f"    {row['name']}.{key}: {one['type']}, default {default}")
+        lines += _folded(f"        {one['description']}") if one["description"] else []
+    return "\n".join(lines)
+
+
+def _folded(text: str) -> list[str]:
+    """A line, folded between words; what is folded is indented more."""
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.wrap(
+        text.strip(),
+        terminal_width(),
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 app = make_app()

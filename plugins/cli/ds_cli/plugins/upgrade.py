@@ -23,7 +23,9 @@ SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}
 
 
 def upgrade(
-    path: Annotated[Path, typer.Argument(help="A file or a folder of the plugin's sources.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A file or a folder of the plugin's sources.")
+    ],
     check: Annotated[
         bool, typer.Option("--check", help="Show what would change, and change nothing.")
     ] = False,
@@ -31,7 +33,13 @@ def upgrade(
     """Rewrite names of earlier versions of ds_core to those of today, and say what is to be changed
     by hand.
 
-    With --check the exit code is 1 where something is to be done.
+    Exit codes:
+      0: done; stderr says what is left to change by hand
+      1: with --check, something is to be changed
+
+    Examples:
+      dscore plugins upgrade --check src
+      dscore plugins upgrade src
     """
     if not path.exists():
         raise CommandError(f"no such file or folder: {str(path)!r}")

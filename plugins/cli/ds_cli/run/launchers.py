@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 
 from ds_command_kit.launch import Launcher, LaunchRequest
 from ds_command_kit.show import CommandError
 
-from ds_core.errors import PluginError, nearest
+from ds_core.errors import PluginError, did_you_mean
 from ds_core.plugins import Plugins
 
+CONFIGS = (".json", ".hjson", ".yaml", ".yml", ".toml")
+"""How names of config files end."""
 
-def check_script(script: str) -> None:
-    """Raises CommandError unless `script` is a file that can be read."""
+
+def check_script(script: str, arguments: Sequence[str] = ()) -> None:
+    """Raises CommandError unless `script` is a file that can be read, and no config.
+
+    arguments: those after it, among which the script may be.
+    """
     if os.path.isdir(script):
         raise CommandError(f"{script!r} is a directory, not a script; name the .py file in it")
     if not os.path.exists(script):
@@ -26,6 +33,12 @@ def check_script(script: str) -> None:
         raise CommandError(f"no such script: {script!r}{where}{module}")
     if not os.access(script, os.R_OK):
         raise CommandError(f"the script {script!r} cannot be read: permission denied")
+    if script.endswith(CONFIGS):
+        meant = next((word for word in arguments if word.endswith(".py")), "train.py")
+        raise CommandError(
+            f"{script!r} is a config, not a Python script; did you mean: dscore run {meant} "
+            f"--deepspeed_config {script}"
+        )
 
 
 def check_program(name: str) -> None:
@@ -44,8 +57,8 @@ def find_launcher(name: str) -> Launcher:
     plugins = Plugins()
     offers = plugins.named("ds_launchers", "launcher")
     if name.lower() not in offers:
-        hint = nearest(name, offers)
-        fix = f"; did you mean {hint!r}?" if hint else ""
+        fix = did_you_mean(name, offers)
+        fix = f"; {fix}" if fix else "."
         names = ", ".join(sorted(offers))
         raise CommandError(
             f"no launcher is called {name!r}{fix} Installed: {names}{plugins.quarantined()}"

@@ -21,6 +21,13 @@ class Level(str, Enum):
     CRITICAL = "critical"
 
 
+PROCESSES = "Processes"
+HOSTS = "Hosts"
+ELASTIC = "Elastic"
+OUTPUT = "Output"
+DEEPSPEED = "DeepSpeed"
+"""The headings of ``dscore run --help``."""
+
 # -- what is run -----------------------------------------------------------------------------------
 
 Script = Annotated[
@@ -29,15 +36,19 @@ Script = Annotated[
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGS]...", help="The script's own arguments, untouched."),
+    typer.Argument(metavar="[ARGS]...", help="All that follows: the script's own arguments."),
 ]
 Module = Annotated[
     bool,
-    typer.Option("--module", "-m", help="SCRIPT is a module, as in `python -m`."),
+    typer.Option(
+        "--module", "-m", rich_help_panel=PROCESSES, help="SCRIPT is a module, as in `python -m`."
+    ),
 ]
 NoPython = Annotated[
     bool,
-    typer.Option("--no-python", help="SCRIPT is a program, run as it is."),
+    typer.Option(
+        "--no-python", rich_help_panel=PROCESSES, help="SCRIPT is a program, run as it is."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -49,12 +60,17 @@ Settings = Annotated[
 ]
 VenvScript = Annotated[
     str,
-    typer.Option(metavar="FILE", help="Source FILE (activate of an environment) first, in bash."),
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=PROCESSES,
+        help="Source FILE (activate of an environment) first, in bash.",
+    ),
 ]
 LocalRank = Annotated[
     bool,
     typer.Option(
         "--local-rank/--no-local-rank",
+        rich_help_panel=PROCESSES,
         help="Pass --local_rank=i to the script, for scripts that do not read LOCAL_RANK.",
     ),
 ]
@@ -67,32 +83,65 @@ Nproc = Annotated[
         "--nproc",
         "--num-gpus",
         "--num-accelerators",
-        help="Processes per machine; 'auto' is one per accelerator, or 1 without any.",
+        metavar="N",
+        rich_help_panel=PROCESSES,
+        help="Processes per host; 'auto' is one per accelerator, or 1 without any.",
+    ),
+]
+World = Annotated[
+    int | None,
+    typer.Option(
+        "--world",
+        min=1,
+        metavar="N",
+        rich_help_panel=PROCESSES,
+        help="Processes in all, the same number on each host; instead of --nproc.",
     ),
 ]
 MaxRestarts = Annotated[
     int,
-    typer.Option(min=0, help="How often to start all processes again after one fails."),
+    typer.Option(
+        min=0,
+        metavar="N",
+        rich_help_panel=PROCESSES,
+        help="How often to start all processes again after one fails.",
+    ),
 ]
 Grace = Annotated[
     float,
     typer.Option(
-        min=0, max=30, help="Seconds that processes get to end by themselves before a kill."
+        min=0,
+        max=30,
+        metavar="SECONDS",
+        rich_help_panel=PROCESSES,
+        help="Seconds that processes get to end by themselves before a kill.",
     ),
 ]
 Notice = Annotated[
     float,
     typer.Option(
-        min=0, help="The same after SIGTERM: what a scheduler gives, to save a checkpoint."
+        min=0,
+        metavar="SECONDS",
+        rich_help_panel=PROCESSES,
+        help="The same after SIGTERM: what a scheduler gives, to save a checkpoint.",
     ),
 ]
 BindCores = Annotated[
     bool,
-    typer.Option("--bind-cores-to-rank", help="Tie each process to its share of the cores."),
+    typer.Option(
+        "--bind-cores-to-rank",
+        rich_help_panel=PROCESSES,
+        help="Tie each process to its share of the cores.",
+    ),
 ]
 CoreList = Annotated[
     str,
-    typer.Option("--bind-core-list", metavar="0-7,16", help="The cores to share; implies binding."),
+    typer.Option(
+        "--bind-core-list",
+        metavar="0-7,16",
+        rich_help_panel=PROCESSES,
+        help="The cores to share; implies binding.",
+    ),
 ]
 
 # -- hosts -----------------------------------------------------------------------------------------
@@ -103,6 +152,7 @@ Hostfile = Annotated[
         "--hostfile",
         "-H",
         metavar="FILE",
+        rich_help_panel=HOSTS,
         help="Lines `name slots=K`. Default: /job/hostfile, where it exists.",
     ),
 ]
@@ -112,48 +162,68 @@ Include = Annotated[
         "--include",
         "-i",
         metavar="HOST[:SLOT,SLOT]@HOST",
+        rich_help_panel=HOSTS,
         help="The only hosts and slots to use.",
     ),
 ]
 Exclude = Annotated[
     str,
     typer.Option(
-        "--exclude", "-e", metavar="HOST[:SLOT,SLOT]@HOST", help="Hosts and slots not to use."
+        "--exclude",
+        "-e",
+        metavar="HOST[:SLOT,SLOT]@HOST",
+        rich_help_panel=HOSTS,
+        help="Hosts and slots not to use.",
     ),
 ]
 LauncherName = Annotated[
     str,
     typer.Option(
+        metavar="NAME",
+        rich_help_panel=HOSTS,
         help="Who starts the processes; plugins add launchers. Default: ssh with a hostfile, "
-        "else local."
+        "else local.",
     ),
 ]
 LauncherArgs = Annotated[
     str,
     typer.Option(
         metavar="'ARGS'",
+        rich_help_panel=HOSTS,
         help="More arguments for the program that reaches the hosts, as one word.",
     ),
 ]
 SshPort = Annotated[
     int | None,
-    typer.Option(min=1, max=65535, help="The port of ssh on the hosts."),
+    typer.Option(
+        min=1,
+        max=65535,
+        metavar="PORT",
+        rich_help_panel=HOSTS,
+        help="The port of ssh on the hosts.",
+    ),
 ]
 ForceMulti = Annotated[
     bool,
     typer.Option(
-        "--force-multi", help="Use the launcher for hosts even where the only host is this one."
+        "--force-multi",
+        rich_help_panel=DEEPSPEED,
+        help="Use the launcher for hosts even where the only host is this one.",
     ),
 ]
 NoSshCheck = Annotated[
     bool,
     typer.Option(
-        "--no-ssh-check", help="Without effect: hosts are not tried before they are used."
+        "--no-ssh-check",
+        rich_help_panel=DEEPSPEED,
+        help="Without effect: hosts are not tried before they are used.",
     ),
 ]
 Show = Annotated[
     bool,
-    typer.Option("--show", help="Print what would be run where, and run nothing."),
+    typer.Option(
+        "--show", rich_help_panel=HOSTS, help="Print what would be run where, and run nothing."
+    ),
 ]
 
 # -- how many hosts, and where they meet -----------------------------------------------------------
@@ -163,72 +233,116 @@ Nnodes = Annotated[
     typer.Option(
         "--nnodes",
         "--num-nodes",
-        help="Machines: a number, or MIN:MAX for an elastic run. Default: all hosts.",
+        metavar="N",
+        rich_help_panel=HOSTS,
+        help="Hosts: a number, or MIN:MAX for an elastic run. Default: all hosts.",
     ),
 ]
 ElasticTraining = Annotated[
     bool,
     typer.Option(
         "--elastic-training",
-        help="Go on when hosts die or come: --nnodes MIN:MAX in other words.",
+        rich_help_panel=ELASTIC,
+        help="Keep training when hosts are lost or join: the same as --nnodes MIN:MAX.",
     ),
 ]
 MinElasticNodes = Annotated[
     int,
-    typer.Option(help="With --elastic-training: the fewest; -1 is 1."),
+    typer.Option(
+        metavar="N", rich_help_panel=ELASTIC, help="With --elastic-training: the fewest; -1 is 1."
+    ),
 ]
 MaxElasticNodes = Annotated[
     int,
-    typer.Option(help="With --elastic-training: the most; -1 is all."),
+    typer.Option(
+        metavar="N", rich_help_panel=ELASTIC, help="With --elastic-training: the most; -1 is all."
+    ),
 ]
 NodeRank = Annotated[
     int | None,
-    typer.Option(min=-1, help="Which of the machines this one is, from 0; -1 as if left out."),
+    typer.Option(
+        min=-1,
+        metavar="N",
+        rich_help_panel=HOSTS,
+        help="Which of the hosts this one is, from 0; -1 as if left out.",
+    ),
 ]
 NoSsh = Annotated[
     bool,
-    typer.Option("--no-ssh", help="This command is started on every host, with its --node-rank."),
+    typer.Option(
+        "--no-ssh",
+        rich_help_panel=HOSTS,
+        help="This command is started on every host, with its --node-rank.",
+    ),
 ]
 RdzvEndpoint = Annotated[
     str,
-    typer.Option(metavar="HOST[:PORT]", help="Where the machines meet; the same on each."),
+    typer.Option(
+        metavar="HOST[:PORT]",
+        rich_help_panel=HOSTS,
+        help="Where the hosts meet; the same on each.",
+    ),
 ]
 RdzvId = Annotated[
     str,
-    typer.Option(help="Tells runs apart that meet at one endpoint; the same on each machine."),
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=HOSTS,
+        help="Tells runs apart that meet at one endpoint; the same on each host.",
+    ),
 ]
 MasterAddr = Annotated[
     str,
-    typer.Option(help="Address of machine 0, when machines have fixed ranks (--node-rank)."),
+    typer.Option(
+        metavar="HOST",
+        rich_help_panel=HOSTS,
+        help="Address of host 0, when hosts have fixed ranks (--node-rank).",
+    ),
 ]
 MasterPort = Annotated[
     int | None,
-    typer.Option(min=1, max=65535, help="Port of rank 0's store; a free one when left out."),
+    typer.Option(
+        min=1,
+        max=65535,
+        metavar="PORT",
+        rich_help_panel=HOSTS,
+        help="Port of rank 0's store; a free one when left out.",
+    ),
 ]
 
 # -- output ----------------------------------------------------------------------------------------
 
 Tag = Annotated[
     bool,
-    typer.Option("--tag", help="Put the rank before every line of output."),
+    typer.Option("--tag", rich_help_panel=OUTPUT, help="Put the rank before every line of output."),
 ]
 EachRankLog = Annotated[
     str,
     typer.Option(
         "--enable-each-rank-log",
         metavar="DIR",
+        rich_help_panel=OUTPUT,
         help="Write each rank's output to a file in DIR.",
     ),
 ]
 SavePid = Annotated[
     bool,
-    typer.Option("--save-pid", help="Keep this process's id in <temporary folder>/<id>.dscore."),
+    typer.Option(
+        "--save-pid",
+        rich_help_panel=DEEPSPEED,
+        help="Keep this process's id in <temporary folder>/<id>.dscore.",
+    ),
 ]
 LogLevel = Annotated[
     Level,
-    typer.Option(help="How much the launcher itself says.", case_sensitive=False),
+    typer.Option(
+        metavar="LEVEL",
+        rich_help_panel=OUTPUT,
+        help="How much the launcher itself says: debug, info, warning, error or critical.",
+        case_sensitive=False,
+    ),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="As --log-level error."),
+    typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="As --log-level error."),
 ]

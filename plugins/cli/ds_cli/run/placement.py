@@ -79,6 +79,37 @@ def _with_hosts(
     return "local", dataclasses.replace(alone, node_rank=None, master_addr=request.master_addr)
 
 
+def divide(request: LaunchRequest, world: int | None, launcher: str) -> LaunchRequest:
+    """The request with the same number of processes on each host, `world` in all; None: as it
+    is. Raises CommandError.
+    """
+    if world is None:
+        return request
+    count = len(request.hosts) or request.max_nodes
+    if not count or request.min_nodes != request.max_nodes:
+        why = "the run is elastic" if count else f"{launcher} decides how many hosts there are"
+        raise CommandError(f"--world {world}: {why}; give --nproc, the processes of each host")
+    each, rest = divmod(world, count)
+    if rest:
+        raise CommandError(f"--world {world} is not a multiple of {count}, the hosts")
+    for name, slots in [(host.name, host.slots) for host in request.hosts] or [
+        ("this host", request.slots)
+    ]:
+        if slots is not None and len(slots) < each:
+            raise CommandError(
+                f"--world {world} is {each} on each host, but {name} has {len(slots)} slots"
+            )
+    return dataclasses.replace(
+        request,
+        nproc=each,
+        slots=None if request.slots is None else request.slots[:each],
+        hosts=tuple(
+            host if host.slots is None else dataclasses.replace(host, slots=host.slots[:each])
+            for host in request.hosts
+        ),
+    )
+
+
 def _checked_here(request: LaunchRequest) -> LaunchRequest:
     """The request to start processes on this machine, one of several or alone.
 

@@ -50,10 +50,9 @@ class RunCommand(TyperCommand):
                 raise CommandError(why) from None
             raise
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """With the options of all plugins."""
+    def prepare_help(self) -> None:
+        """Take the options of all plugins."""
         self._extend()
-        super().format_help(ctx, formatter)
 
     def _extend(self) -> None:
         holder = typer.Typer(add_completion=False)
@@ -104,7 +103,8 @@ def _parameter(given: str, name: str, option: RunOption) -> inspect.Parameter:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default="" if takes else False,
         annotation=Annotated[
-            str if takes else bool, typer.Option(name, help=option.help, metavar=said)
+            str if takes else bool,
+            typer.Option(name, help=option.help, metavar=said, rich_help_panel=option.panel),
         ],
     )
 

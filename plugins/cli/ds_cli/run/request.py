@@ -40,8 +40,10 @@ def check_words(given: Mapping[str, Any]) -> None:
     given: the values of the options of ``dscore run``, by name.
     """
     if given["no_python"] and given["module"]:
+        raise CommandError("--no-python and --module contradict each other; give one of them")
+    if given["world"] is not None and given["nproc"] != "auto":
         raise CommandError(
-            "--no-python and --module say different things of SCRIPT; give one of them"
+            "--world is the processes in all, --nproc those of each host; give one of them"
         )
     if given["tag"] and given["each_rank_log"]:
         raise CommandError(
@@ -52,7 +54,7 @@ def check_words(given: Mapping[str, Any]) -> None:
         if not given["venv_script"]:
             check_program(given["script"])
     elif not given["module"]:
-        check_script(given["script"])
+        check_script(given["script"], given["arguments"] or ())
 
 
 def read_request(given: Mapping[str, Any]) -> LaunchRequest:
@@ -60,6 +62,7 @@ def read_request(given: Mapping[str, Any]) -> LaunchRequest:
 
     given: the values of the options of ``dscore run``, by name.
     """
+    check_words(given)
     fewest, most = _elastic(
         parse_nodes(given["nnodes"]),
         given["elastic_training"],
@@ -67,6 +70,8 @@ def read_request(given: Mapping[str, Any]) -> LaunchRequest:
         given["max_elastic_nodes"],
     )
     level: int = getattr(logging, given["log_level"].upper())
+    if given["no_ssh_check"] and level <= logging.INFO and not given["quiet"]:
+        say_error("--no-ssh-check has no effect: hosts are not tried before they are used")
     return LaunchRequest(
         **{name: given[name] for name in ALIKE},
         arguments=tuple(given["arguments"] or ()),

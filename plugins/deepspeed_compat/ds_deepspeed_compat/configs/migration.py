@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from ds_command_kit.config_code import Imports, read_to_look_at
+from ds_command_kit.show import CommandError
 from pydantic import BaseModel
 
 from ds_core.config import CORE_KEYS, read_config
 from ds_core.config.section import names_of, old_names
-from ds_core.errors import ConfigError, DSError, Problem, join
+from ds_core.errors import ConfigError, Problem, join
 from ds_core.setup.compose import Composition, compose
 
 
@@ -47,18 +49,27 @@ class Migration:
 
 
 def migrate(
-    file: Annotated[Path, typer.Argument(help="The config, as DeepSpeed reads it.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="The config, as DeepSpeed reads it.")
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the new config here (JSON).")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the new config here (JSON)."),
     ] = None,
     imports: Imports = False,
 ) -> None:
     """Say what becomes of each key of a DeepSpeed config, and write the config as ds_core wants it.
 
-    The status is 1 when something of the old config cannot be had.
+    Exit codes:
+      0: every key has its place in the new config
+      1: something of the old config is not provided, or the config cannot be read
+
+    Examples:
+      dscore config migrate ds_config.json
+      dscore config migrate ds_config.json -o new_config.json
     """
     if output is not None and output.exists():
-        raise DSError(f"{output} exists; name a new file")
+        raise CommandError(f"{output} exists; name a new file")
     source = read_to_look_at(file, imports)
     found = migrated(source)
     kept = [key for key in source.raw if key in found.config]
@@ -71,13 +82,21 @@ def migrate(
         [", ".join(found.autos)],
     )
     _say("needs a package", [str(p) for p in found.to_install])
-    _say("does not work, and was left out", [str(p) for p in found.lost])
+    _say("does not work here, and was left out", [_why(p) for p in found.lost])
     if output is not None:
         output.write_text(json.dumps(found.config, indent=2, ensure_ascii=False) + "\n", "utf-8")
         shutil.copymode(file, output)  # it may hold secrets
         typer.echo(f"written: {output}")
     if found.lost:
         raise typer.Exit(1)
+
+
+_REMOVAL = re.compile(r"^((remove it|leave it out|switch it off)(, or |$))+")
+
+
+def _why(problem: Problem) -> str:
+    """What is wrong, without a fix that asks for what was done already: the key is left out."""
+    return str(replace(problem, fix=_REMOVAL.sub("", problem.fix)))
 
 
 def _say(title: str, lines: list[str]) -> None:

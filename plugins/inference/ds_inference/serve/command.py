@@ -15,42 +15,123 @@ from ds_command_kit.show import CommandError
 
 # -- the options, in the order of the command ------------------------------------------------------
 
+SERVER = "Server"
+MODEL = "Model"
+LIMITS = "Limits"
+"""The headings of the help."""
+
 Model = Annotated[
     Path,
     typer.Argument(metavar="MODEL", help="A folder in Hugging Face's format, or a GGUF file."),
 ]
-Host = Annotated[str, typer.Option(help="Where to listen; what others can reach needs a token.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+Host = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST",
+        rich_help_panel=SERVER,
+        help="Where to listen; what others can reach needs a token.",
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=0, max=65535, metavar="PORT", rich_help_panel=SERVER, help="0: any that is free."
+    ),
+]
 Name = Annotated[
-    str | None, typer.Option(help="What requests call the model. Default: the name of MODEL.")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=SERVER,
+        help="What requests call the model. Default: the name of MODEL.",
+    ),
 ]
 DType = Annotated[
     Literal["fp32", "bf16", "fp16"] | None,
-    typer.Option(help="Default: bf16 on accelerators, fp32 on CPUs."),
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel=MODEL,
+        help="fp32, bf16 or fp16. Default: bf16 on accelerators, fp32 on CPUs.",
+    ),
 ]
 Quantize = Annotated[
-    Literal["int8", "int4"] | None, typer.Option(help="Weights of linear layers in 8 or 4 bits.")
+    Literal["int8", "int4"] | None,
+    typer.Option(
+        metavar="int8|int4", rich_help_panel=MODEL, help="Weights of linear layers in 8 or 4 bits."
+    ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=LIMITS, help="Most tokens of an answer."),
+]
 CacheTokens = Annotated[
     int | None,
-    typer.Option(min=32, help="Tokens of all running requests. Default: 16384, or the context."),
+    typer.Option(
+        min=32,
+        metavar="N",
+        rich_help_panel=LIMITS,
+        help="Tokens of all running requests. Default: 16384, or the context.",
+    ),
 ]
-MaxQueue = Annotated[int, typer.Option(min=1, help="Answers that may wait for their first token.")]
-MaxConnections = Annotated[int, typer.Option(min=1, help="Connections at a time.")]
+MaxQueue = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=LIMITS,
+        help="Answers that may wait for their first token.",
+    ),
+]
+MaxConnections = Annotated[
+    int, typer.Option(min=1, metavar="N", rich_help_panel=LIMITS, help="Connections at a time.")
+]
 Timeout = Annotated[
-    float, typer.Option(min=0.1, help="Seconds for a request, from its body to its end.")
+    float,
+    typer.Option(
+        min=0.1,
+        metavar="SECONDS",
+        rich_help_panel=LIMITS,
+        help="Seconds for a request, from its body to its end.",
+    ),
 ]
-Grace = Annotated[float, typer.Option(min=0, help="Seconds that answers get to end after SIGTERM.")]
+Grace = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        rich_help_panel=LIMITS,
+        help="Seconds that answers get to end after SIGTERM.",
+    ),
+]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="What requests must bear; or DSCORE_SERVE_TOKEN.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=SERVER,
+        help="What requests must bear; or DSCORE_SERVE_TOKEN.",
+    ),
 ]
-TP = Annotated[int, typer.Option(min=1, help="Ranks that divide the model; see `dscore run`.")]
+TP = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=MODEL,
+        help="Processes that divide the model; see `dscore run`.",
+    ),
+]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="A checkpoint of ds_core, whose weights take the place of MODEL's."),
+    typer.Option(
+        metavar="FOLDER",
+        rich_help_panel=MODEL,
+        help="A checkpoint of ds_core, whose weights take the place of MODEL's.",
+    ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of a CPU that compute.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=MODEL, help="Threads of a CPU that compute."),
+]
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -77,7 +158,15 @@ def serve(
     """Serve MODEL over HTTP, in OpenAI's protocol: /v1/completions, /v1/chat/completions,
     /v1/models.
 
-    /health says whether it serves, /metrics is for Prometheus. SIGTERM and Ctrl-C end it in order.
+    /health says whether it serves, /metrics is for Prometheus.
+
+    Exit codes:
+      0: it was told to stop, and every answer ended
+      1: answers were cut off, or the model cannot be loaded
+
+    Examples:
+      dscore serve models/smollm2 --port 8080 --dtype bf16 --quantize int8
+      dscore run --world 2 -m ds_cli serve models/smollm2 --tp 2
     """
     _check_extra()
     from ds_inference.serve.driver import follow
@@ -85,8 +174,7 @@ def serve(
     from ds_inference.serve.model import Choices, open_model
     from ds_inference.serve.requests import Limits
 
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("ds_inference.serve").setLevel(logging.INFO)
+    _log_to_stderr()
     token = token_from(token_file)
     first = int(os.environ.get("RANK") or 0) == 0
     if first:
@@ -95,8 +183,7 @@ def serve(
         model, name, Choices(dtype, quantize, cache_tokens, tp, threads, checkpoint)
     )
     if not first:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 says when to end
+        _leave_the_end_to_rank_0()
         follow(served.generator, served.link)
         return
     # Enough for a prompt of the whole context, at 32 bytes of JSON a token.
@@ -110,6 +197,16 @@ def serve(
 
     if not Server(served, settings, ready).serve_until_stopped():
         raise typer.Exit(1)
+
+
+def _leave_the_end_to_rank_0() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("ds_inference.serve").setLevel(logging.INFO)
 
 
 def _check_extra() -> None:

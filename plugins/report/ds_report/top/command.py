@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from ds_command_kit.show import CommandError
+from ds_command_kit.show import CommandError, check_folder
 
 from ds_report.page.page import duration, short
 from ds_report.reading import rank_files
@@ -27,7 +27,7 @@ def top(
         Path, typer.Argument(metavar="RUN", help="The folder of a record (run_record.folder).")
     ],
     every: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")
     ] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Show the run as it is now, and end.")
@@ -37,8 +37,15 @@ def top(
 
     Without a terminal: a line whenever there are new steps.
 
-    The exit code is 1 when the run has failed or died.
+    Exit codes:
+      0: the run has ended well, or still runs
+      1: the run has failed or died
+
+    Examples:
+      dscore top runs/first
+      dscore top runs/first --once
     """
+    check_folder(run)
     if not rank_files(run):
         raise CommandError(
             f"{str(run)!r} holds no record of a run (rank0.jsonl); train with "
