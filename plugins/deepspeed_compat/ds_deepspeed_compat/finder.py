@@ -267,7 +267,7 @@ def _absent(path: str, name: str) -> str | None:
         return None
     from ds_core.catalogue import install as how
 
-    dist = package.replace("_", "-")
+    dist = "dscore-" + package.removeprefix("ds_").replace("_", "-")
     return f"{path}.{name} is served by {dist}, which is not installed: {how(dist)}"
 
 
