@@ -83,15 +83,18 @@ def tune_script(
     Raises DSError for a config that is refused, and where the script does not run as it is.
     """
     path = config or launch.config
-    base = dict(read_config(os.environ.get(OVERRIDES) or {}).raw)
-    if path:
-        base = overridden(read_config(path)).raw
+    # A script with a config of its own gets the overrides in each run.
+    given = {} if path else dict(read_config(os.environ.get(OVERRIDES) or {}).raw)
+    whole = {key: value for key, value in given.items() if "." not in key}
+    base = overridden(read_config(path)).raw if path else whole
+    given.pop(SECTION, None)
     with environment({OVERRIDES: None}):
         section = _section(base, changed)
         base.pop(SECTION, None)
         if section.enabled and path:
             checked({**base, **dict.fromkeys(BATCH)} if _open_batch(base) else base)
         session = _Session(launch, bool(path), base, section, anew or section.overwrite, say, heard)
+        session.given = given
         try:
             return session()
         finally:
@@ -129,6 +132,7 @@ class _Session:
         self.launch = launch
         self.has_file = has_file
         self.base = base
+        self.given: Mapping[str, Any] = {}
         self.section = section
         self.say = say
         self.heard = heard
@@ -158,10 +162,8 @@ class _Session:
         section = self.section
         profile = self._profile()
         world = int(profile.facts["world"])
-        given = without_output(self.base)
         if not self.has_file:
-            # Keys by a dotted path are in the config of the profile's run.
-            with environment({OVERRIDES: encode(self.base)}):
+            with environment({OVERRIDES: encode(self.given)}):
                 found = overridden(ConfigSource(profile.facts.get("config", {}), "the profile"))
             self.base = found.raw
             self.base.pop(SECTION, None)
@@ -191,8 +193,7 @@ class _Session:
         tuning.say = lambda row: self.heard(row, tuning.best, section)
         tune(tuning)
         best = judge(tuning.best.setting).config if tuning.best is not None else None
-        # The script's own config lacks what DS_CONFIG_OVERRIDES had before.
-        differs = {} if self.has_file else {**given, **changes(self.base, best or {})}
+        differs = {**self.given, **changes(self.base, best or {})}
         config = dict(best or {}) if self.has_file else differs
         launch = (
             self.launch
@@ -282,9 +283,8 @@ class _Session:
             own["model_info"] = setting["model_info"]
         mapped = section.arg_mappings or {}
         launch = self.launch.with_flags(_flat(config, mapped), mapped)
-        return self.experiments.run(
-            name, launch, {**without_output(self.base), **overrides, SECTION: own}, setting
-        )
+        more = {**self.given, **without_output(self.base), **overrides, SECTION: own}
+        return self.experiments.run(name, launch, more, setting)
 
     def _sizes(self, judge: Judge, profile: Profile, room: Room, setting: Setting) -> Sequence[int]:
         """Micro-batches worth a trial in a stage; the least alone where that is ruled out, so that
