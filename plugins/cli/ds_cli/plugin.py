@@ -23,6 +23,9 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         "doctor": CommandEntry(
             "ds_cli.doctor.command:doctor", "Examine this machine and the installation."
         ),
+        "explain": CommandEntry(
+            "ds_cli.explain.command:explain", "Say what an error message means and what to do."
+        ),
         "config": CommandEntry("ds_cli.config.command:app", "Check and explain configs."),
     }
 

@@ -1,0 +1,1 @@
+"""``dscore explain``: what an error message means (torch-free)."""
