@@ -13,6 +13,8 @@ import typer
 from ds_command_kit.config_code import Imports, look_at
 from ds_command_kit.show import CommandError, other_output_to_stderr, say_error, show_json
 
+from ds_cli.config.init import init
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -31,6 +33,7 @@ def make_app() -> typer.Typer:
         add_completion=False,
     )
     app.command("check")(check)
+    app.command("init")(init)
     app.command("schema")(schema)
     app.command("explain")(explain)
     return app
