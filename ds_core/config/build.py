@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_core.config.core import CORE_KEYS, CoreConfig, PluginsConfig, cross_problems
 from ds_core.config.section import PER_RANK, WITHOUT_EFFECT, Section, marks, names_of, old_names
-from ds_core.config.source import ConfigSource, overridden, read_in_part
+from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, PluginError, Problem, join
 from ds_core.naming import CORE
 
@@ -145,7 +145,7 @@ def load_config(
     """
     from ds_core.plugins import Plugins
 
-    source = overridden(read_in_part(source))
+    source = read_config(source, in_part=True).overridden()
     settings = plugin_settings(source)
     try:
         plugins = Plugins(settings, given=given)
@@ -214,7 +214,7 @@ def build_config(
 
     Raises ConfigError with every problem of the core and of all sections, one for each key.
     """
-    source = read_in_part(source)
+    source = read_config(source, in_part=True)
     found = [*source.problems]
     # An "auto" that no integration has filled in is one problem, wherever in the config it is.
     autos = _leftover_autos(source.raw, models)

@@ -38,29 +38,46 @@ class ConfigSource:
     origin: str
     problems: tuple[Problem, ...] = ()
 
+    def overridden(self) -> ConfigSource:
+        """This with the values of DS_CONFIG_OVERRIDES.
+
+        A top-level key there replaces that of the config, and a dotted one, such as
+        ``zero_optimization.stage``, replaces that key alone.
+
+        Raises ConfigError where the variable holds no config.
+        """
+        more = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw
+        raw = {**self.raw}
+        for path, value in more.items():
+            *outer, last = path.split(".")
+            at = raw
+            for name in outer:
+                inner = at.get(name)
+                at[name] = at = {**inner} if isinstance(inner, dict) else {}
+            at[last] = value
+        origin = self.origin + " and DS_CONFIG_OVERRIDES" * bool(more)
+        return ConfigSource(raw, origin, self.problems)
+
     def __repr__(self) -> str:
         return f"ConfigSource(origin={self.origin!r}, keys={sorted(self.raw)})"
 
 
-def read_config(source: Any) -> ConfigSource:
+def read_config(source: Any, *, in_part: bool = False) -> ConfigSource:
     """Read a config and copy it; nothing of the caller's is kept or changed.
+
+    source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything
+        else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
+    in_part: single values that are wrong are `problems` of the source, and no error.
 
     Raises ConfigError for everything that is not a config.
     """
-    found = read_in_part(source)
-    if found.problems:
+    found = _read(source)
+    if found.problems and not in_part:
         raise ConfigError(found.problems, found.origin)
     return found
 
 
-def read_in_part(source: Any) -> ConfigSource:
-    """`read_config`, also of a config in which single values are wrong.
-
-    source: a mapping; the path of a .json file, or of one whose format a plugin reads (anything
-        else is read as JSON, then hjson where that is installed); or JSON text in URL-safe base64.
-
-    Raises ConfigError where nothing can be read.
-    """
+def _read(source: Any) -> ConfigSource:
     if isinstance(source, ConfigSource):
         return source
     if isinstance(source, Mapping):
@@ -160,27 +177,6 @@ def _checked(origin: str, read: Callable[[], Any]) -> ConfigSource:
     except RecursionError:
         raise ConfigError(_TOO_DEEP, origin) from None
     return ConfigSource(raw, origin, tuple(copier.problems))
-
-
-def overridden(given: ConfigSource) -> ConfigSource:
-    """`given` with the values of DS_CONFIG_OVERRIDES.
-
-    A top-level key there replaces that of the config, and a dotted one, such as
-    ``zero_optimization.stage``, replaces that key alone.
-
-    Raises ConfigError where the variable holds no config.
-    """
-    more = read_config(os.environ.get("DS_CONFIG_OVERRIDES") or {}).raw
-    raw = {**given.raw}
-    for path, value in more.items():
-        *outer, last = path.split(".")
-        at = raw
-        for name in outer:
-            inner = at.get(name)
-            at[name] = at = {**inner} if isinstance(inner, dict) else {}
-        at[last] = value
-    origin = given.origin + " and DS_CONFIG_OVERRIDES" * bool(more)
-    return ConfigSource(raw, origin, given.problems)
 
 
 # -- from whatever the parser or the caller gave to plain data -------------------------------------

@@ -16,7 +16,7 @@ from ds_core.config import (
     resolve_batch,
 )
 from ds_core.config.build import refuse
-from ds_core.config.source import read_in_part
+from ds_core.config.source import read_config
 from ds_core.errors import ConfigError, Problem, did_you_mean
 from ds_core.kernels import Kernels
 from ds_core.mesh import Mesh, plan_mesh
@@ -100,7 +100,7 @@ def compose(
     Raises ConfigError with every problem of single keys or, where there is none, with those between
     keys; PluginError when a named plugin is missing or broken.
     """
-    read = read_in_part(source)
+    read = read_config(source, in_part=True)
     if model is not None:
         read = _with_sections_of(model, read)
     problems: list[Problem] = []

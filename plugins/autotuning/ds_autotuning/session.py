@@ -38,7 +38,6 @@ from ds_autotuning.search.tuner import Tuning, tune
 from ds_autotuning.trials.experiments import Experiments, Limits
 from ds_autotuning.trials.launching import Launch, at, encode
 from ds_core.config import ConfigSource, Trait, read_config
-from ds_core.config.source import overridden
 from ds_core.errors import ConfigError, DSError, UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def tune_script(
     # A script with a config of its own gets the overrides in each run.
     given = {} if path else dict(read_config(os.environ.get(OVERRIDES) or {}).raw)
     whole = {key: value for key, value in given.items() if "." not in key}
-    base = overridden(read_config(path)).raw if path else whole
+    base = read_config(path).overridden().raw if path else whole
     given.pop(SECTION, None)
     with environment({OVERRIDES: None}):
         section = _section(base, changed)
@@ -164,7 +163,7 @@ class _Session:
         world = int(profile.facts["world"])
         if not self.has_file:
             with environment({OVERRIDES: encode(self.given)}):
-                found = overridden(ConfigSource(profile.facts.get("config", {}), "the profile"))
+                found = ConfigSource(profile.facts.get("config", {}), "the profile").overridden()
             self.base = found.raw
             self.base.pop(SECTION, None)
         mapped = section.arg_mappings or {}

@@ -10,7 +10,7 @@ import pytest
 from cli_runs import dscore
 from ds_cli.config.problems import with_every_problem
 
-from ds_core.config.source import ConfigSource, read_in_part
+from ds_core.config.source import ConfigSource, read_config
 from ds_core.errors import ConfigError, KernelError, Problem
 
 
@@ -123,7 +123,7 @@ def test_a_check_that_ends_at_the_first_problem_is_repeated_until_enough() -> No
         for key in source.raw:
             raise ConfigError([Problem(key, "wrong")])
 
-    source = read_in_part({f"k{i}": i for i in range(1000)})
+    source = read_config({f"k{i}": i for i in range(1000)}, in_part=True)
     with pytest.raises(ConfigError) as caught:
         with_every_problem(one_at_a_time, source)
     assert len(caught.value.problems) == 100
@@ -136,4 +136,4 @@ def test_an_error_without_a_key_is_raised_as_it_is() -> None:
         raise error
 
     with pytest.raises(KernelError, match="the compiler is broken"):
-        with_every_problem(fails, read_in_part({"a": 1}))
+        with_every_problem(fails, read_config({"a": 1}, in_part=True))

@@ -44,10 +44,10 @@ def read_to_look_at(file: Path, imports: bool) -> ConfigSource:
 
 def look_at(file: Path, imports: bool) -> ConfigSource:
     """The same, with the problems of single values in the source."""
-    from ds_core.config.source import read_in_part
+    from ds_core.config.source import read_config
 
     check_file(file, "config file")
-    source = read_in_part(file)
+    source = read_config(file, in_part=True)
     if (modules := named_code(source)) and not imports:
         raise CommandError(
             f"{file}: plugins.load names {', '.join(modules)}, and to check the config is to "

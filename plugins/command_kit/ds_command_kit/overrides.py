@@ -12,9 +12,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ds_command_kit.environment import environment
 from ds_command_kit.show import CommandError
 
 VARIABLE = "DS_CONFIG_OVERRIDES"
@@ -71,7 +72,7 @@ def describe(settings: Mapping[str, Any]) -> str:
     from ds_core.config.keys import secret_names
     from ds_core.config.redaction import redact
 
-    names = secret_names(model for key in settings for model in _models(key).values())
+    names = secret_names(model for key in settings for model in _models(key))
     rows = []
     for key, value in settings.items():
         nested = value
@@ -87,11 +88,9 @@ def describe(settings: Mapping[str, Any]) -> str:
 
 def _candidates(value: str) -> list[Any]:
     """What `value` may mean: as JSON, and as text."""
-    from ds_core.config.source import Unreadable, parse_json
-
     try:
-        data = parse_json(value)
-    except (Unreadable, RecursionError):
+        data = json.loads(value)
+    except (ValueError, RecursionError):
         return [value]
     finite = not isinstance(data, float) or math.isfinite(data)
     # The text of a list, of an object or of a string in quotes is meant as what it is.
@@ -100,23 +99,21 @@ def _candidates(value: str) -> list[Any]:
 
 def _problem(key: str, value: Any) -> str:
     """What is wrong with the key or its value; "" where nothing is."""
-    from ds_core.config import build_config
-    from ds_core.config.source import read_in_part
-    from ds_core.errors import ConfigError, Problem
-    from ds_core.plugins import Plugins
+    from ds_core.config import load_config
+    from ds_core.errors import ConfigError, PluginError, Problem
 
     nested = value
     for name in reversed(key.split(".")):
         nested = {name: nested}
-    plugins = Plugins()
     problems: list[Problem] = []
-    section = key.partition(".")[0]
     try:
-        source = read_in_part(nested)
-        models = plugins.models([section])
-        build_config(source, models, plugins.sections(), plugins.disabled(), False, problems)
+        with environment({VARIABLE: None}):
+            load_config(nested, problems=problems)
     except ConfigError as error:
         problems = [*error.problems]
+    except PluginError as error:
+        # A module of plugins.load may be importable by the script alone.
+        return "" if key.startswith("plugins") else f"{key}: {error}"
     for problem in problems:
         at = problem.path.partition("[")[0]
         # Of a section around the key nothing else is known.
@@ -135,9 +132,7 @@ _OF_SECTIONS = (
 )
 
 
-def _models(key: str) -> dict[str, Any]:
-    from ds_core.config import CoreConfig
+def _models(key: str) -> Iterable[Any]:
     from ds_core.plugins import Plugins
 
-    models = Plugins().models([key.partition(".")[0]])
-    return {"": CoreConfig, **{name: model for name, (model, _) in models.items()}}
+    return [model for model, _ in Plugins().models([key.partition(".")[0]]).values()]

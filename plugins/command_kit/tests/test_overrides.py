@@ -11,7 +11,7 @@ from ds_command_kit.overrides import MOST, VARIABLE, describe, read_settings, va
 from ds_command_kit.show import CommandError
 
 from ds_core.config import read_config
-from ds_core.config.source import ConfigSource, overridden
+from ds_core.config.source import ConfigSource
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,6 @@ def test_values_have_the_type_of_their_key(text: str, key: str, value: Any) -> N
         ("train_batch_size=8.5", "train_batch_size"),
         ("gradient_clipping=NaN", "gradient_clipping"),
         ("optimizer.params.lr=NaN", "optimizer.params.lr: NaN is not a number"),
-        ('optimizer.params={"lr": 1, "lr": 2}', "is repeated"),
         ("optimizer.params=" + "[" * 5000, "optimizer.params"),
         ("amp.enabled=true", "documented but not offered"),
         ("lr=0.1", "'lr' belongs in optimizer.params.lr"),
@@ -78,7 +77,7 @@ def test_the_last_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_settings(["fp16.hysteresis=3", 'fp16={"enabled": true}', "fp16.hysteresis=4"])
     assert [*settings] == ["fp16", "fp16.hysteresis"]
     monkeypatch.setenv(VARIABLE, variables_for(settings)[VARIABLE])
-    raw = overridden(ConfigSource({"fp16": {"loss_scale": 1}}, "c")).raw
+    raw = ConfigSource({"fp16": {"loss_scale": 1}}, "c").overridden().raw
     assert raw == {"fp16": {"enabled": True, "hysteresis": 4}}
 
 
@@ -111,7 +110,7 @@ def test_keys_are_merged_into_the_config(monkeypatch: pytest.MonkeyPatch) -> Non
         "optimizer": {"type": "AdamW", "params": {"lr": 1}},
     }
     before = json.dumps(given)
-    assert overridden(ConfigSource(given, "c")).raw == {
+    assert ConfigSource(given, "c").overridden().raw == {
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 7},
         "bf16": {"enabled": True},
         "optimizer": {"type": "SGD"},

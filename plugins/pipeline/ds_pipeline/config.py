@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from ds_core.config import Section, Trait, option, source
+from ds_core.config import ConfigSource, Section, Trait, option
 
 
 class PipelineConfig(Section):
@@ -96,6 +96,6 @@ def overridden() -> dict[str, int]:
     """``stages`` and ``chunks`` that DS_CONFIG_OVERRIDES has as numbers; raises ConfigError where
     it is no config.
     """
-    section = source.overridden(source.ConfigSource({}, "")).raw.get("pipeline")
+    section = ConfigSource({}, "").overridden().raw.get("pipeline")
     given = section if isinstance(section, dict) else {}
     return {name: given[name] for name in ("stages", "chunks") if isinstance(given.get(name), int)}

@@ -61,13 +61,8 @@ def init(
         device_memory = typer.prompt("Memory of one device", default=device_memory or "80GB")
         micro_batch = typer.prompt("Samples per device and forward", default=micro_batch, type=int)
         lr = typer.prompt("Learning rate", default=lr, type=float)
-    if gpus is None or not device_memory:
-        raise CommandError(
-            "--for needs --gpus and --device-memory, as in: --gpus 8 --device-memory 80GB"
-        )
-    for name, size in (("--device-memory", device_memory), ("--host-memory", host_memory)):
-        if size and not SIZE.fullmatch(size.strip()):
-            raise CommandError(f"{name} {size!r}: write a number and its unit, such as 80GB")
+    _check_answers(gpus, device_memory, host_memory)
+    assert gpus is not None
     answer = _plan(model, gpus, device_memory, host_memory, precision)
     config, reasons = _write(answer, precision, micro_batch, lr, disk)
     _check(config, gpus)
@@ -81,6 +76,17 @@ def init(
     for key, reason in reasons:
         typer.echo(f"  {key}: {reason}")
     typer.echo(f"next: dscore config check {file} --world {gpus}")
+
+
+def _check_answers(gpus: int | None, device_memory: str, host_memory: str) -> None:
+    """Raises CommandError for what is left out, and for a size without a unit."""
+    if gpus is None or not device_memory:
+        raise CommandError(
+            "--for needs --gpus and --device-memory, as in: --gpus 8 --device-memory 80GB"
+        )
+    for name, size in (("--device-memory", device_memory), ("--host-memory", host_memory)):
+        if size and not SIZE.fullmatch(size.strip()):
+            raise CommandError(f"{name} {size!r}: write a number and its unit, such as 80GB")
 
 
 def _plan(

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from ds_command_kit.environment import environment
 
-from ds_core.config.source import ConfigSource, overridden
+from ds_core.config import ConfigSource
+from ds_core.config.build import plugin_settings
 from ds_core.errors import ConfigError, DSError, PluginError, Problem, join
 from ds_core.plugins import Plugins
-from ds_core.plugins.registry import LOADED, PluginSettings
 
 T = TypeVar("T")
 ENOUGH = 100
@@ -30,7 +30,7 @@ def with_every_problem(make: Callable[[ConfigSource], T], source: ConfigSource) 
     Raises the error of `make`, or one ConfigError with the problems of all stages in the order of
     the file; without those that are there because of an earlier one.
     """
-    given = overridden(source)
+    given = source.overridden()
     with environment({OVERRIDES: None}):
         try:
             return make(given)
@@ -83,7 +83,7 @@ def _problems(error: DSError, config: Mapping[str, Any]) -> list[Problem]:
     found: list[Problem] = []
     if "plugins.require: " in text:
         found += _each_of(plugins["require"], "require")
-    if f"({LOADED} " in text:
+    if "(loaded by plugins.load, " in text:
         found += _each_of(plugins if isinstance(plugins, list) else plugins["load"], "load")
     if found:
         return [*found, *_disabled_in_vain(plugins)]
@@ -105,7 +105,7 @@ def _each_of(entries: Iterable[str], key: str) -> list[Problem]:
     problems = []
     for index, entry in enumerate(entries):
         try:
-            Plugins(PluginSettings((entry,)) if key == "require" else PluginSettings(load=(entry,)))
+            Plugins(plugin_settings(ConfigSource({"plugins": {key: [entry]}}, "config")))
         except PluginError as error:
             message = str(error).removeprefix("plugins.require: ")
             problems.append(Problem(f"plugins.{key}[{index}]", message))
