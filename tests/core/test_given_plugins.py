@@ -153,7 +153,8 @@ def test_two_for_one_section_are_an_error_that_names_both() -> None:
     with pytest.raises(PluginError) as caught:
         engine_with(Limited(), module("acme.limit", ds_config=lambda: Limit))
     assert str(caught.value) == (
-        "section 'limit' is offered by 'limit' (loaded by initialize(plugins=), module acme.limit) "
+        "config dict: section 'limit' is offered by "
+        "'limit' (loaded by initialize(plugins=), module acme.limit) "
         "and 'limit' (loaded by initialize(plugins=), module 0.Limited); leave one out"
     )
 

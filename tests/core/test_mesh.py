@@ -89,7 +89,7 @@ def test_unknown_axis_names_the_known_ones():
 @pytest.mark.parametrize(
     ("axes", "world", "words"),
     [
-        ([Axis("pp", 3)], 4, ["pp 3", "world of 4", "multiple of 3"]),
+        ([Axis("pp", 3)], 4, ["pp 3", "there are 4", "multiple of 3"]),
         ([Axis("ep", 3, inside="dp")], 8, ["ep 3 must divide dp 8", "use 1, 2, 4, 8"]),
         ([Axis("pp", 2), Axis("pp", 2)], 4, ["'pp' is declared twice"]),
         ([Axis("tp", 0)], 4, ["'tp' has size 0"]),

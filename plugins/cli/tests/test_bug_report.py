@@ -114,7 +114,7 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
     for words, why in (
         (["--config", "x.json"], "give --report FILE too"),
         (["--json", "--report", "x.md"], "give one of them"),
-        (["--report", "x.md", "--config", "no_such.json"], "no such file"),
+        (["--report", "x.md", "--config", "no_such.json"], "no such config file"),
         (["--report", str(tmp_path / "no" / "folder.md")], "No such file or directory"),
     ):
         done = dscore("doctor", *words)

@@ -39,7 +39,15 @@ GONE = {
     "verify": ["gone.py"],
 }
 """Words that name something that is not there."""
-WITHOUT = {"config schema", "new plugin", "ops bench", "pipeline draw", "curriculum analyze"}
+WITHOUT = {
+    "config init",
+    "config schema",
+    "explain",
+    "new plugin",
+    "ops bench",
+    "pipeline draw",
+    "curriculum analyze",
+}
 """Commands that name nothing of the kind."""
 
 

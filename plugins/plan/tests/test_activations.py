@@ -135,5 +135,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         done = plan(*arguments)
-        assert done.exit_code == 1
+        assert done.exit_code == 2
         assert why in " ".join((done.output + done.stderr).split())

@@ -72,7 +72,7 @@ def test_a_planner_adds_its_rows_and_leaves_keys_out() -> None:
 
 def test_without_a_planner_the_error_says_what_to_install() -> None:
     done = plan({"plugins": {"disable": ["dscore-zero"]}})
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no plugin predicts memory (hook ds_planners); install dscore-zero" in done.stderr
 
 

@@ -44,7 +44,14 @@ def init(
 ) -> None:
     """Write a first config: answer a few questions, or give --for, --gpus and --device-memory.
 
-    Example: dscore config init --for 7B --gpus 8 --device-memory 80GB
+    Exit codes:
+      0: the file is written
+      2: an answer is missing or wrong, the file is there already, or nothing fits
+
+    Examples:
+      dscore config init
+      dscore config init --for 7B --gpus 8 --device-memory 80GB
+      dscore config init small.json --for 100M --gpus 2 --device-memory 8GB
     """
     if file.exists() and not force:
         raise CommandError(f"{file} is there already; name another file, or give --force")

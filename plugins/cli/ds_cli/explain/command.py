@@ -24,10 +24,15 @@ def explain(
 ) -> None:
     """Say what an error message means and what to do about it.
 
-    Of a traceback the last message counts. Nothing is sent anywhere. The exit code is 1 where no
-    known message is near.
+    Of a traceback the last message counts. Nothing is sent anywhere.
 
-    Example: dscore explain "train_batch_size 8 is not 2 x 1 x 3"
+    Exit codes:
+      0: the message is known, or known ones are near
+      1: no known message is near
+
+    Examples:
+      dscore explain "train_batch_size 8 is not 2 x 1 x 3"
+      dscore run train.py 2>&1 | tail -5 | dscore explain -
     """
     from ds_cli.explain.search import LONGEST, load, search
 
