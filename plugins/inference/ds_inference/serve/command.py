@@ -161,7 +161,7 @@ def serve(
     /health says whether it serves, /metrics is for Prometheus.
 
     Exit codes:
-      0: it was told to stop, and every answer ended
+      0: it was stopped, and every answer ended
       1: answers were cut off, or the model cannot be loaded
 
     Examples:
