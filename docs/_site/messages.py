@@ -36,23 +36,43 @@ def messages(root: Path) -> dict[str, list[tuple[str, str]]]:
         if "Error(" not in file.read_text() and "Problem(" not in file.read_text():
             continue
         module = module_of(file, root)
-        for call in (node for node in ast.walk(parse(file)) if isinstance(node, ast.Call)):
+        for function, call in calls(parse(file)):
             name = (
                 call.func.attr
                 if isinstance(call.func, ast.Attribute)
                 else getattr(call.func, "id", "")
             )
             at = 1 if name == "Problem" else 0
-            if (name == "Problem" or name in classes) and len(call.args) > at:
-                texts = [
-                    template(arg) for arg in call.args[at : at + 2 if name == "Problem" else at + 1]
-                ]
-                text = "; ".join(filter(None, texts))
+            if (name != "Problem" and name not in classes) or len(call.args) <= at:
+                continue
+            fix = template(call.args[2]) if name == "Problem" and len(call.args) > 2 else ""
+            for said in written(call.args[at], function):
+                text = "; ".join(filter(None, [said, fix]))
                 if re.search(r"[a-z]{3}", text):
-                    found.setdefault("ConfigError" if name == "Problem" else name, []).append(
-                        (text, module)
-                    )
+                    error = "ConfigError" if name == "Problem" else name
+                    found.setdefault(error, []).append((text, module))
     return {name: sorted(set(rows)) for name, rows in found.items()}
+
+
+def calls(tree: ast.AST, function: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.Call]]:
+    """Every call below `tree`, with the innermost function that it is in, or the module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call):
+            yield function or tree, node
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from calls(node, node if is_function else function or tree)
+
+
+def written(node: ast.expr, function: ast.AST) -> list[str]:
+    """The texts that a message can have; of a variable, what `function` assigns to it."""
+    if not isinstance(node, ast.Name):
+        return [template(node)]
+    return [
+        template(line.value)
+        for line in ast.walk(function)
+        if isinstance(line, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == node.id for t in line.targets)
+    ]
 
 
 def error_classes(root: Path) -> dict[str, str]:

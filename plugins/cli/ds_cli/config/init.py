@@ -53,10 +53,7 @@ def init(
       dscore config init --for 7B --gpus 8 --device-memory 80GB
       dscore config init small.json --for 100M --gpus 2 --device-memory 8GB
     """
-    if file.exists() and not force:
-        raise CommandError(f"{file} is there already; name another file, or give --force")
-    if not file.absolute().parent.is_dir():
-        raise CommandError(f"{file}: there is no folder {str(file.absolute().parent)!r}")
+    _check_target(file, force)
     if not model:
         if not sys.stdin.isatty():
             raise CommandError(
@@ -73,16 +70,29 @@ def init(
     answer = _plan(model, gpus, device_memory, host_memory, precision)
     config, reasons = _write(answer, precision, micro_batch, lr, disk)
     _check(config, gpus)
-    text = json.dumps(config, indent=2) + "\n"
-    try:
-        with file.open("w" if force else "x", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error.strerror}") from error
+    _save(config, file, force)
     typer.echo(f"wrote {file}")
     for key, reason in reasons:
         typer.echo(f"  {key}: {reason}")
     typer.echo(f"next: dscore config check {file} --world {gpus}")
+
+
+def _check_target(file: Path, force: bool) -> None:
+    """Raises CommandError where `file` may not be written."""
+    if file.exists() and not force:
+        raise CommandError(f"{file} is there already; name another file, or give --force")
+    if not file.absolute().parent.is_dir():
+        raise CommandError(f"{file}: there is no folder {str(file.absolute().parent)!r}")
+
+
+def _save(config: dict[str, Any], file: Path, force: bool) -> None:
+    text = json.dumps(config, indent=2) + "\n"
+    try:
+        # Another process may have written the file since it was looked for.
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error.strerror}") from error
 
 
 def _check_answers(gpus: int | None, device_memory: str, host_memory: str) -> None:
