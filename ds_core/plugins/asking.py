@@ -169,10 +169,7 @@ class Plugins(Registry):
         """Load the owners of the sections `names`; per owned section its model, and its owner's
         name and version.
         """
-        return {
-            name: (self.model(f), f"{f.dist} {f.version}")
-            for name, f in self.load_sections(names).items()
-        }
+        return {name: (self.model(f), f.owner) for name, f in self.load_sections(names).items()}
 
     # -- everything that is installed --------------------------------------------------------------
 

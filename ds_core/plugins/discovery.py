@@ -96,12 +96,17 @@ class Found:
     version: str
 
     @property
+    def owner(self) -> str:
+        """Its distribution and version, or what loaded it."""
+        return f"{self.dist} {self.version}".strip()
+
+    @property
     def owns_section(self) -> bool:
         """Whether `name` is a section of configs."""
         return self.group == SECTIONS
 
     def __str__(self) -> str:
-        return f"{self.name!r} ({self.dist} {self.version}, module {self.module})"
+        return f"{self.name!r} ({self.owner}, module {self.module})"
 
 
 class PluginState(Enum):

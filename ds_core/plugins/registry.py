@@ -46,9 +46,9 @@ from ds_core.plugins.discovery import (
 
 AUTOLOAD_OFF = "DS_PLUGINS_DISABLE_AUTOLOAD"
 BUILTIN = "ds_core.setup.builtin"
-LOADED = "loaded by"
-"""Instead of a distribution, for modules that the config loads and for what `initialize` is given; the
-version says which.
+LOADED = "loaded by "
+"""Begins what stands instead of a distribution, for modules that the config loads and for what
+`initialize` is given.
 """
 
 log = logging.getLogger("ds_core.plugins")
@@ -168,8 +168,8 @@ class Registry:
         """
         rows = [f for f, r in sorted(self._reports.items()) if r.state is not PluginState.DISABLED]
         rows = [f for f in rows if f.group == SECTIONS]
-        by_hand = {f.name for f in rows if f.dist == LOADED}
-        return [f for f in rows if f.dist == LOADED or f.name not in by_hand]
+        by_hand = {f.name for f in rows if f.dist.startswith(LOADED)}
+        return [f for f in rows if f.dist.startswith(LOADED) or f.name not in by_hand]
 
     def _try_all(self, group: str) -> None:
         """Import a group, once.
@@ -212,9 +212,9 @@ class Registry:
                 f"plugins.prefer: {wanted!r} does not offer {what}{self.quarantined()}"
             )
         outside = [o for o in owners if o.module != BUILTIN] or owners
-        best = [o for o in outside if o.dist == LOADED] or outside
+        best = [o for o in outside if o.dist.startswith(LOADED)] or outside
         if len({(o.dist, o.module) for o in best}) > 1:
-            both = " and ".join(f"{o.dist} {o.version}" for o in best)
+            both = " and ".join(o.owner for o in best)
             raise PluginError(
                 f"{what} is offered by {both}; choose one with "
                 f'"plugins": {{"prefer": {{"{key}": "{best[0].dist}"}}}} or uninstall the other'
@@ -249,7 +249,9 @@ class Registry:
         for item in reversed(self.settings.load):  # pluggy calls last-in first
             name, _, module = item.rpartition("=")
             group = SECTIONS if name else BACKENDS
-            found = Found((name or module).strip(), group, module.strip(), LOADED, "plugins.load")
+            found = Found(
+                (name or module).strip(), group, module.strip(), LOADED + "plugins.load", ""
+            )
             try:
                 self._load_new(found)
             except PluginError as error:
@@ -266,7 +268,7 @@ class Registry:
                     "with methods such as ds_step_end (plugins.load of the config takes names)"
                 )
             path = getattr(plugin, "__name__", f"{index}.{type(plugin).__qualname__}")
-            found = Found(path, BACKENDS, path, LOADED, "initialize(plugins=)")
+            found = Found(path, BACKENDS, path, LOADED + "initialize(plugins=)", "")
             hooks = ModuleType(path)
             for name in dir(plugin):
                 if name.lower().startswith("ds_"):
@@ -281,7 +283,10 @@ class Registry:
     def _load_new(self, found: Found, plugin: Any = None) -> None:
         """Load what is not installed as a plugin; it takes part."""
         for other in self._reports:
-            if replace(other, module=found.module, version=found.version) == found != other:
+            if (
+                other.dist.startswith(LOADED)
+                and replace(found, module=other.module, dist=other.dist) == other != found
+            ):
                 raise PluginError(
                     f"section {found.name!r} is offered by {other} and {found}; leave one out"
                 )
@@ -351,7 +356,7 @@ class Registry:
         """Module -> distribution and version of all that is loaded: part of the cross-rank
         fingerprint.
         """
-        return {m: f"{f.dist} {f.version}" for m, f in sorted(self._by_module.items())}
+        return {m: f.owner for m, f in sorted(self._by_module.items())}
 
     def _implementations(self, hook: str, among: Container[str]) -> Iterator[Implementation]:
         """What the modules `among` implement of `hook`, in plugin order; not of those that are

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from graph import circles, graph, read_modules
 
 CORE = ROOT / "ds_core"
-TOKENS = 68_400
+TOKENS = 68_450
 """The core's budget, in tokens of code: lines, comments and docstrings are free, so nobody packs
 lines. Why it is not less: docs/decisions/0024.
 """

@@ -211,7 +211,9 @@ def test_every_wrong_answer_is_attributed(
         with pytest.raises(PluginError) as caught:
             ask(named, hook)
         text = str(caught.value)
-    assert re.search(rf"plugin '{found.module}' \(plugins\.load 0.*{hook}.*{said}", text), text
+    assert re.search(
+        rf"plugin '{found.module}' \(loaded by plugins\.load, .*{hook}.*{said}", text
+    ), text
 
 
 def test_every_hook_says_what_it_may_return() -> None:

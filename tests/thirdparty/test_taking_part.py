@@ -269,7 +269,7 @@ def test_what_is_loaded_by_hand_owns_its_section(write: Write) -> None:
     plugins = Plugins(PluginSettings(load=[f"sect={mine.module}"]))
     owner = plugins.section("sect")
     assert owner is not None and owner.module == mine.module
-    assert owner.dist == "loaded by" and plugins.sections() == ["sect", "unused"]
+    assert owner.dist == "loaded by plugins.load" and plugins.sections() == ["sect", "unused"]
     again = Plugins(PluginSettings(load=[f"sect={installed.module}"])).load_sections(["sect"])
     assert again["sect"].module == installed.module
     with pytest.raises(

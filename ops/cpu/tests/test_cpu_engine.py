@@ -55,8 +55,12 @@ def assert_same(mine: nn.Module, theirs: nn.Module) -> None:
 def test_the_norm_is_taken_here(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ds_core"):
         net, engine = trained(CONFIG)
-    assert engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "cpp (plugins.load)"
-    assert any("squared_norm by cpp (plugins.load)" in r.getMessage() for r in caplog.records)
+    assert (
+        engine.ctx.kernels.resolved()["squared_norm/cpu/float32"] == "cpp (loaded by plugins.load)"
+    )
+    assert any(
+        "squared_norm by cpp (loaded by plugins.load)" in r.getMessage() for r in caplog.records
+    )
     assert_same(net, alone())
 
 

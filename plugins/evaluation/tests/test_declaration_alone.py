@@ -120,7 +120,7 @@ def test_wrong_metrics_are_refused(engine: Any, metric: Any, message: str) -> No
 def test_wrong_data_is_refused(engine: Any) -> None:
     with pytest.raises(UsageError, match="needs a torch.utils.data.Dataset or a loader, not a int"):
         engine.evaluate(7, {})
-    with pytest.raises(UsageError, match="no rank has a batch; is the data set empty"):
+    with pytest.raises(UsageError, match="no rank has a batch; is the dataset empty"):
         engine.evaluate([], {"m": lambda out, batch: out})
 
 
