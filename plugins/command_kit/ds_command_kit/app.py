@@ -271,4 +271,4 @@ def _command(name: str, entry: CommandEntry, found: Any) -> Any:
 
 
 def _both(rows: list[Answer]) -> str:
-    return " and ".join(f"{row.plugin.dist} {row.plugin.version}" for row in rows)
+    return " and ".join(row.plugin.owner for row in rows)

@@ -75,10 +75,7 @@ def describe(settings: Mapping[str, Any]) -> str:
     names = secret_names(model for key in settings for model in _models(key))
     rows = []
     for key, value in settings.items():
-        nested = value
-        for name in reversed(key.split(".")):
-            nested = {name: nested}
-        shown = redact(nested, names)
+        shown = redact(_nested(key, value), names)
         for name in key.split("."):
             shown = shown[name] if isinstance(shown, dict) else shown
         text = json.dumps(shown)
@@ -97,18 +94,22 @@ def _candidates(value: str) -> list[Any]:
     return [data, value] if isinstance(data, (int, float, type(None))) and finite else [data]
 
 
+def _nested(key: str, value: Any) -> Any:
+    """The config that has the dotted key alone."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
 def _problem(key: str, value: Any) -> str:
     """What is wrong with the key or its value; "" where nothing is."""
     from ds_core.config import load_config
     from ds_core.errors import ConfigError, PluginError, Problem
 
-    nested = value
-    for name in reversed(key.split(".")):
-        nested = {name: nested}
     problems: list[Problem] = []
     try:
         with environment({VARIABLE: None}):
-            load_config(nested, problems=problems)
+            load_config(_nested(key, value), problems=problems)
     except ConfigError as error:
         problems = [*error.problems]
     except PluginError as error:

@@ -71,7 +71,7 @@ def _taken(names: Names) -> str:
             names.package in (found.name, found.module.partition(".")[0])
             or names.name == found.dist
         ):
-            return f"{found.dist} {found.version} is installed and has the plugin {found.name!r}"
+            return f"{found.owner} is installed and has the plugin {found.name!r}"
     if names.package in documented():
         return f"{names.package!r} is a section of ds_core's documents"
     if names.package in _core_keys():

@@ -105,7 +105,7 @@ def check(
         )
     for name in chosen.config.sections:
         owner = chosen.plugins.section(name)
-        typer.echo(f"  {name}: {owner.dist} {owner.version}" if owner else f"  {name}")
+        typer.echo(f"  {name}: {owner.owner}" if owner else f"  {name}")
     for note in (*_read_as_hjson(file), *chosen.notes, *defaults_unlike_torch(chosen.config.raw)):
         typer.echo(f"  note: {note}")
     if autos := chosen.config.autos:
@@ -212,7 +212,7 @@ def _named_models() -> dict[str, dict[str, tuple[type[BaseModel], str]]]:
             except PluginError as error:
                 say_error(f"left out: {error}")
                 continue
-            found[kind][name] = (model, f"{answer.plugin.dist} {answer.plugin.version}")
+            found[kind][name] = (model, answer.plugin.owner)
     return found
 
 

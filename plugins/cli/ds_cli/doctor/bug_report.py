@@ -127,8 +127,7 @@ def _plugins() -> Iterator[str]:
         found = row.found
         why = f"  {row.why}" if row.why else ""
         yield (
-            f"{row.state.value:11} {found.name} ({found.dist} {found.version}, {found.group}, "
-            f"{found.module}){why}"
+            f"{row.state.value:11} {found.name} ({found.owner}, {found.group}, {found.module}){why}"
         )
 
 

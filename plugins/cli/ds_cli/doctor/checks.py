@@ -269,7 +269,7 @@ def _conflicts(plugins: Plugins) -> Iterator[Finding]:
     owners: dict[str, list[str]] = {name: ["dscore-cli"] for name in ds_commands()}
     for answer in plugins.offers("ds_commands"):
         for name in answer.value if answer.plugin.module != ds_commands.__module__ else ():
-            owners.setdefault(name, []).append(f"{answer.plugin.dist} {answer.plugin.version}")
+            owners.setdefault(name, []).append(answer.plugin.owner)
     for name, dists in owners.items():
         if len(dists) > 1:
             why = f"the command {name!r} is offered by {' and '.join(dists)}"

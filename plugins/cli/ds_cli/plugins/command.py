@@ -217,7 +217,7 @@ def _details(known: Plugins, report: Report) -> dict[str, Any]:
     if report.state is PluginState.LOADED and report.found.owns_section:
         from ds_cli.config.explanation import explain
 
-        owner = f"{report.found.dist} {report.found.version}"
+        owner = report.found.owner
         section = report.found.name
         models = {section: (known.model(report.found), owner)}
         found = (
