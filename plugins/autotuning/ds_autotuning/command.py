@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from ds_command_kit.overrides import encode
 from ds_command_kit.show import CommandError, say_error
 
-from ds_autotuning.trials.launching import encode, parse_words
+from ds_autotuning.trials.launching import parse_words
 
 if TYPE_CHECKING:
     from ds_autotuning.config import Autotuning

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_command_kit.environment import environment
+from ds_command_kit.overrides import VARIABLE, encode, held
 from ds_command_kit.show import CommandError
 
 from ds_autotuning.config import Autotuning
@@ -36,14 +36,13 @@ from ds_autotuning.search.space import (
 )
 from ds_autotuning.search.tuner import Tuning, tune
 from ds_autotuning.trials.experiments import Experiments, Limits
-from ds_autotuning.trials.launching import Launch, at, encode
+from ds_autotuning.trials.launching import Launch, at
 from ds_core.config import ConfigSource, Trait, read_config
 from ds_core.errors import ConfigError, DSError, UsageError
 
 if TYPE_CHECKING:
     from ds_core.setup.compose import Composition
 
-OVERRIDES = "DS_CONFIG_OVERRIDES"
 SECTION = "autotuning"
 
 
@@ -83,11 +82,11 @@ def tune_script(
     """
     path = config or launch.config
     # A script with a config of its own gets the overrides in each run.
-    given = {} if path else dict(read_config(os.environ.get(OVERRIDES) or {}).raw)
+    given = {} if path else dict(held())
     whole = {key: value for key, value in given.items() if "." not in key}
     base = read_config(path).overridden().raw if path else whole
     given.pop(SECTION, None)
-    with environment({OVERRIDES: None}):
+    with environment({VARIABLE: None}):
         section = _section(base, changed)
         base.pop(SECTION, None)
         if section.enabled and path:
@@ -162,7 +161,7 @@ class _Session:
         profile = self._profile()
         world = int(profile.facts["world"])
         if not self.has_file:
-            with environment({OVERRIDES: encode(self.given)}):
+            with environment({VARIABLE: encode(self.given)}):
                 found = ConfigSource(profile.facts.get("config", {}), "the profile").overridden()
             self.base = found.raw
             self.base.pop(SECTION, None)

@@ -56,15 +56,24 @@ def variables_for(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Raises ConfigError where it holds no config, and CommandError where it would be too long.
     """
-    from ds_core.config import read_config
-
-    given = read_config(os.environ.get(VARIABLE) or {}).raw
     # In order: the last one wins.
-    kept = {key: value for key, value in given.items() if key not in settings}
-    text = base64.urlsafe_b64encode(json.dumps({**kept, **settings}).encode()).decode()
+    kept = {key: value for key, value in held().items() if key not in settings}
+    text = encode({**kept, **settings})
     if len(text) > MOST:
         raise CommandError("--set: the values are too long; write them into the config file")
     return {VARIABLE: text}
+
+
+def held() -> dict[str, Any]:
+    """What the variable holds; raises ConfigError where that is no config."""
+    from ds_core.config import read_config
+
+    return read_config(os.environ.get(VARIABLE) or {}).raw
+
+
+def encode(settings: Mapping[str, Any]) -> str:
+    """Settings as the variable takes them."""
+    return base64.urlsafe_b64encode(json.dumps(settings).encode()).decode()
 
 
 def describe(settings: Mapping[str, Any]) -> str:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from ds_command_kit.overrides import encode
+
 from ds_autotuning.records import Result, Status, read_json, write_json
-from ds_autotuning.trials.launching import Launch, encode
+from ds_autotuning.trials.launching import Launch
 from ds_autotuning.trials.processes import end_all, run_limited
 from ds_core.errors import UsageError
 

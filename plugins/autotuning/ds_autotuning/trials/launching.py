@@ -4,7 +4,6 @@ config put into them.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -201,8 +200,3 @@ def at(config: Mapping[str, Any], key: str) -> Any:
             return None
         value = value[part]
     return value
-
-
-def encode(overrides: Mapping[str, Any]) -> str:
-    """Overrides as the variable DS_CONFIG_OVERRIDES takes them."""
-    return base64.urlsafe_b64encode(json.dumps(overrides).encode()).decode()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ds_command_kit.environment import environment
+from ds_command_kit.overrides import VARIABLE
 
 from ds_core.config import ConfigSource
 from ds_core.config.build import plugin_settings
@@ -21,7 +22,6 @@ from ds_core.plugins import Plugins
 T = TypeVar("T")
 ENOUGH = 100
 """Problems, after which a check is not repeated."""
-OVERRIDES = "DS_CONFIG_OVERRIDES"
 
 
 def with_every_problem(make: Callable[[ConfigSource], T], source: ConfigSource) -> T:
@@ -31,7 +31,7 @@ def with_every_problem(make: Callable[[ConfigSource], T], source: ConfigSource) 
     the file; without those that are there because of an earlier one.
     """
     given = source.overridden()
-    with environment({OVERRIDES: None}):
+    with environment({VARIABLE: None}):
         try:
             return make(given)
         except DSError as error:
