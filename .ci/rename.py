@@ -15,7 +15,8 @@ import runpy
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from build import ROOT, config_of, folders
+
 NAMING = ROOT / "ds_core" / "naming.py"
 
 
@@ -27,15 +28,13 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in done.stdout.split("\0") if name]
 
 
-def names(files: list[Path], core: str, prefix: str) -> list[str]:
+def names(prefix: str) -> list[str]:
     """The names of this repository's distributions but the core's, without the prefix."""
     found = []
-    for file in files:
-        if file.name == "pyproject.toml" and file.parts[-3] in ("plugins", "ops", "monitors"):
-            line = re.search(r'^name = "(.+)"', file.read_text("utf-8"), re.MULTILINE)
-            assert line is not None, file
-            assert line[1].startswith(prefix), f"{file}: {line[1]} does not begin with {prefix}"
-            found.append(line[1].removeprefix(prefix))
+    for folder in folders()[1:]:
+        name = config_of(folder, "0")["project"]["name"]
+        assert name.startswith(prefix), f"{folder}: {name} does not begin with {prefix}"
+        found.append(name.removeprefix(prefix))
     # The longest first: `monitor-csv` before `monitor`.
     return sorted(found, key=len, reverse=True)
 
@@ -46,14 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--core", default=old["CORE"])
     parser.add_argument("--prefix", default=old["PREFIX"])
-    source = re.search(r'^Source = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert source is not None
-    home = source[1]
+    home = config_of(ROOT, "0")["project"]["urls"]["Source"]
     parser.add_argument("--home", default=home)
     new = parser.parse_args()
 
     files = tracked()
-    rest = "|".join(map(re.escape, names(files, old["CORE"], old["PREFIX"])))
+    rest = "|".join(map(re.escape, names(old["PREFIX"])))
     core = re.escape(old["CORE"])
     # A name stands alone: it is no part of a longer one.
     dist = re.compile(

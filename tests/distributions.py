@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,3 +22,11 @@ PACKAGES = [
 
 HOME = re.search(r'^Source = "(.+)"', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]  # type: ignore[index]
 """Where the repository is published."""
+
+
+def tracked() -> list[str]:
+    """The paths that git knows, from ROOT."""
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return [name for name in done.stdout.split("\0") if name]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributions import DISTRIBUTIONS, ROOT
+from distributions import DISTRIBUTIONS, ROOT, tracked
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,9 +66,6 @@ def lines_of(text: str, name: str) -> list[Line]:
 
 def every_line() -> list[Line]:
     """Those of every file that git knows, tests and tools left out."""
-    done = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    names = [n for n in done.stdout.split("\0") if n and not n.startswith(PASSED_BY)]
+    names = [n for n in tracked() if not n.startswith(PASSED_BY)]
     names = [n for n in names if "/tests/" not in n and Path(n).suffix in TEXTS]
     return [line for n in names for line in lines_of((ROOT / n).read_text("utf-8"), n)]

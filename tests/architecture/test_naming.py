@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
-from distributions import DISTRIBUTIONS, HOME, ROOT
+from distributions import DISTRIBUTIONS, HOME, ROOT, tracked
 
 from ds_core.naming import CORE, dist_of
 
@@ -29,19 +28,12 @@ def test_distributions_are_named_after_their_packages() -> None:
 
 def test_no_text_has_another_name_or_address() -> None:
     """What `.ci/rename.py` would not find would stay behind at the next renaming."""
-    done = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
     former = re.compile(rf"(?<![\w-])(?:{'|'.join(FORMER)})(?![\w-])")
     home = re.compile(r"https://github\.com/[\w-]+/ds_core(?=[/\"\s)#]|$)")
     found = []
-    for name in done.stdout.split("\0"):
+    for name in tracked():
         path = ROOT / name
-        if (
-            not name
-            or path == Path(__file__)
-            or path.suffix not in {".py", ".md", ".toml", ".jinja"}
-        ):
+        if path == Path(__file__) or path.suffix not in {".py", ".md", ".toml", ".jinja"}:
             continue
         text = path.read_text("utf-8").replace(HOME, "")
         found += [f"{name}: {text[m.start() : m.end()]}" for m in former.finditer(text)]
