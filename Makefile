@@ -13,7 +13,7 @@
 #   make test-matrix  every pair of features, and every triple of the numeric core, against plain torch; goes on where it was interrupted
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
-#   make release-check  all of these, one after the other; how each ended is kept in benchmarks/release-check.md
+#   make release-check  all of these, one after the other; resumes where it was interrupted; results in benchmarks/release-check.md
 #   make release VERSION=x  a checked release in dist/, with its commit and tag; uploads nothing (RELEASING.md). DRY=1 tries it
 #   make bench        the benchmarks
 #   make docs         the documentation in site/
@@ -172,7 +172,7 @@ test-hosts: $(STAMP)
 	$(HOSTS)/bin/python -m pytest -m hosts $(ARGS)
 
 # What must be green together before a release. Takes hours; logs in build/release-check, and how each ended in
-# benchmarks/release-check.md.
+# benchmarks/release-check.md. What was green at this commit is not run again (ARGS=--again: all).
 RELEASE_CHECKS := lint docs test-all test-matrix test-wheels test-frontends test-monitors test-hosts test-programs test-versions
 
 release-check: $(STAMP)

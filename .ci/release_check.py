@@ -4,12 +4,16 @@
 to its end, also after another has failed. Whole logs are in build/release-check; the table with the
 last line of each, the commit and the machine is written to benchmarks/release-check.md. The status
 is 0 only if all are green and the working tree has no changes.
+
+All of them take hours. So what was green is kept in build/release-check, and a check that was
+interrupted resumes: at the same commit, only the other targets are run. ``--again`` runs all.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import re
@@ -17,11 +21,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOGS = Path("build/release-check")
+GREEN = LOGS / "green.json"
 TABLE = Path("benchmarks/release-check.md")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -46,6 +51,25 @@ def run(target: str, root: Path, make: Sequence[str]) -> Result:
         done = subprocess.run(words, cwd=root, stdout=file, stderr=subprocess.STDOUT, check=False)
     said = last_line(log.read_text("utf-8", "replace"))
     return Result(target, done.returncode, time.monotonic() - start, said)
+
+
+def read_green(root: Path, commit: str) -> dict[str, Result]:
+    """The targets that were green at `commit`, by name."""
+    try:
+        kept = json.loads((root / GREEN).read_text())
+    except FileNotFoundError:
+        return {}
+    if kept["commit"] != commit:
+        return {}
+    return {row["target"]: Result(**row) for row in kept["results"]}
+
+
+def keep_green(root: Path, commit: str, green: Sequence[Result]) -> None:
+    """Write what `read_green` reads, in one step: an interrupted check leaves the old or the new."""
+    text = json.dumps({"commit": commit, "results": [asdict(result) for result in green]}, indent=1)
+    temporary = (root / GREEN).with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(root / GREEN)
 
 
 def last_line(text: str) -> str:
@@ -86,6 +110,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the targets and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("targets", nargs="+")
+    parser.add_argument("--again", action="store_true", help="also what was green at this commit")
     parser.add_argument("--root", type=Path, default=ROOT)
     parser.add_argument("--make", default=os.environ.get("MAKE", "make"))
     options = parser.parse_args(words)
@@ -93,11 +118,21 @@ def main(words: Sequence[str] | None = None) -> int:
     commit = git(options.root, "rev-parse", "--short", "HEAD") + (
         " with changes" if changed else ""
     )
+    # Changes are not part of a commit, so what is green with them says nothing about a later run.
+    green = {} if changed or options.again else read_green(options.root, commit)
     results = []
     for target in options.targets:
-        print(f"{target}: see {LOGS / target}.log", flush=True)
-        results.append(run(target, options.root, options.make.split()))
-        print(f"{target}: {results[-1].last}", flush=True)
+        result = green.get(target)
+        if result is not None:
+            print(f"{target}: was green at this commit", flush=True)
+        else:
+            print(f"{target}: see {LOGS / target}.log", flush=True)
+            result = run(target, options.root, options.make.split())
+            print(f"{target}: {result.last}", flush=True)
+        results.append(result)
+        if result.status == 0 and not changed:
+            green[target] = result
+            keep_green(options.root, commit, list(green.values()))
     python = f"Python {platform.python_version()}"
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {python}"
     page = table(results, commit, machine, datetime.date.today().isoformat())

@@ -77,3 +77,24 @@ def test_the_release_check_runs_all_and_keeps_the_last_lines(
     (repository / "Makefile").write_text("good:\n\t@echo 4\n")
     assert release_check.main(["good", *said]) == 1
     assert "The working tree has changes" in capsys.readouterr().out
+
+
+def test_an_interrupted_release_check_resumes_at_the_same_commit(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["--root", str(repository), "--make", "make"]
+    assert release_check.main(["good", "bad", *said]) == 1
+    # What was green is not run again; what failed is.
+    assert release_check.main(["good", "bad", *said]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("good: was green at this commit") == 1
+    assert "bad: was green" not in shown
+    page = (repository / "benchmarks/release-check.md").read_text()
+    assert "| `make good` | green |" in page and "| `make bad` | **failed** (2) |" in page
+    # Another commit, or --again, runs all.
+    assert release_check.main(["good", "--again", *said]) == 0
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    words = [*who, "commit", "--allow-empty", "-m", "2"]
+    subprocess.run(["git", *words], cwd=repository, check=True, capture_output=True)
+    assert release_check.main(["good", *said]) == 0
+    assert "was green" not in capsys.readouterr().out
