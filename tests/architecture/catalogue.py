@@ -21,6 +21,7 @@ HOOKS = {
     "ds_optimizers": "optimizers",
     "ds_schedulers": "schedulers",
     "ds_state_stores": "state_stores",
+    "ds_checkpoint_storages": "checkpoint_storages",
     "ds_collectives": "collectives",
     "ds_launchers": "launchers",
     "ds_commands": "commands",

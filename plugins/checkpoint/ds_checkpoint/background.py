@@ -1,7 +1,7 @@
 """Saving while training goes on: ``"checkpoint": {"async": true}``.
 
 `save` copies this rank's states to host memory and returns; a thread then writes them. Ranks'
-threads talk through the directory that they write to (a collective would get between those of
+threads talk through the storage that they write to (a collective would get between those of
 training): each leaves a report when its files are on the disk, and rank 0's commits once all have.
 At most one save is under way. What went wrong is raised by the next `save`, `load` or `wait`, on
 all ranks; the end of the process waits for the thread.
@@ -15,23 +15,21 @@ import json
 import logging
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_checkpoint.collective_errors import describe, on_every_rank
-from ds_checkpoint.folder import files
 from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ds_checkpoint.storages.contract import Draft
     from ds_core.accelerator import Accelerator
 
 log = logging.getLogger("ds_checkpoint")
 
-POLL_SECONDS = 0.02
 ORPHAN_SECONDS = 60.0
 """How long rank 0 goes on waiting for other ranks' files once its own program has ended."""
 
@@ -133,76 +131,74 @@ def _run(flight: _InFlight, prepared: Prepared, job: SaveJob) -> None:
         log.error("%s: %s", flight.action, describe(error))
     else:
         if prepared.rank == 0:
-            log.info("saved checkpoint %s", job.root / job.tag)
+            log.info("saved checkpoint %s", job.storage.path(job.tag))
 
 
 def _write_and_commit(prepared: Prepared, job: SaveJob) -> None:
     try:
-        _leave_report(job.temporary, prepared.rank, {"report": write(prepared, job)})
+        _leave_report(job.draft, prepared.rank, {"report": write(prepared, job)})
     except Exception as error:
-        # The directory is gone: another rank failed and removed it, and its error is the cause.
-        if not job.temporary.is_dir():
+        # It is gone: another rank failed and discarded it, and its error is the cause.
+        if job.draft.gone:
             raise _Elsewhere("another rank could not write its files") from error
-        _give_up(prepared.rank, job.temporary, describe(error))
+        _give_up(prepared.rank, job.draft, describe(error))
         raise
     # Only rank 0 commits; it waits for the reports of the others.
     if prepared.rank != 0:
         return
     try:
-        written = _reports(job.temporary, prepared.head["world_size"])
+        written = _reports(job.draft, prepared.head["world_size"])
         commit(prepared, job, written)
     except Exception:
-        files.discard(job.temporary)
+        job.draft.discard()
         raise
     publish(job)
 
 
-def _give_up(rank: int, folder: Path, text: str) -> None:
+def _give_up(rank: int, draft: Draft, text: str) -> None:
     """Let rank 0 know.
 
-    Where no report can be left (the disk is full), the directory goes, which tells it as well.
+    Where no report can be left (the disk is full), the draft goes, which tells it as well.
     """
     if rank != 0:
-        with contextlib.suppress(OSError):
-            _leave_report(folder, rank, {"error": text})
+        with contextlib.suppress(OSError, CheckpointError):
+            _leave_report(draft, rank, {"error": text})
             return
-    with contextlib.suppress(OSError):
-        files.discard(folder)
+    with contextlib.suppress(OSError, CheckpointError):
+        draft.discard()
 
 
-def _report_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank:05d}.report"
+def _leave_report(draft: Draft, rank: int, report: Any) -> None:
+    draft.leave_report(rank, json.dumps(report).encode())
 
 
-def _leave_report(folder: Path, rank: int, report: Any) -> None:
-    path = _report_path(folder, rank)
-    files.replace_with(path, lambda aside: files.write_file(aside, json.dumps(report).encode()))
-
-
-def _reports(folder: Path, world_size: int) -> list[Any]:
-    """Wait for every rank's report and remove them; CheckpointError when one has an error."""
+def _reports(draft: Draft, world_size: int) -> list[Any]:
+    """Wait for every rank's report; CheckpointError when one has an error."""
     reports: dict[int, Any] = {}
+    began = time.monotonic()
     ended: float | None = None
     while len(reports) < world_size:
-        for rank in range(world_size):
-            path = _report_path(folder, rank)
-            if rank not in reports and path.is_file():
-                reports[rank] = json.loads(path.read_bytes())
-                path.unlink()
-                # The rank that failed raises its own error; this one only gives up.
-                if "error" in reports[rank]:
-                    raise _Elsewhere(f"rank {rank}: {reports[rank]['error']}")
+        for rank, text in draft.take_reports(set(range(world_size)) - set(reports)).items():
+            reports[rank] = json.loads(text)
+            # The rank that failed raises its own error; this one only gives up.
+            if "error" in reports[rank]:
+                raise _Elsewhere(f"rank {rank}: {reports[rank]['error']}")
         if len(reports) < world_size:
-            if not folder.is_dir():
+            if draft.gone:
                 raise _Elsewhere("another rank could not write its files")
+            missing = sorted(set(range(world_size)) - set(reports))
+            if draft.patience is not None and time.monotonic() - began > draft.patience:
+                raise CheckpointError(
+                    f"ranks {missing} have not said within {draft.patience:g} s that their files "
+                    "are written"
+                )
             # The other ranks may have been killed: after the program's end nothing else stops this
             # wait.
             if ended is None and not threading.main_thread().is_alive():
                 ended = time.monotonic()
             if ended is not None and time.monotonic() - ended > ORPHAN_SECONDS:
-                missing = sorted(set(range(world_size)) - set(reports))
                 raise CheckpointError(
                     f"ranks {missing} have not written their files, and the program has ended"
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(draft.poll_seconds)
     return [reports[rank]["report"] for rank in range(world_size)]

@@ -9,9 +9,9 @@ from ds_run_state import RunState
 from ds_checkpoint.background import Background
 from ds_checkpoint.config import CheckpointConfig
 from ds_checkpoint.export import save_16bit_model
-from ds_checkpoint.folder.lock import FolderLock
 from ds_checkpoint.loading import load
 from ds_checkpoint.saving import save
+from ds_checkpoint.storages.finding import Storages
 from ds_core.context import Context
 from ds_core.engine import Checkpointer, Folder, Loaded, LoadOptions, RunningEngine, SaveOptions
 
@@ -22,7 +22,7 @@ class FolderCheckpointer(Checkpointer):
     def __init__(self, ctx: Context) -> None:
         self._config = ctx.config.section(CheckpointConfig) or CheckpointConfig()
         self._background = Background(ctx.accelerator)
-        self._lock = FolderLock()
+        self._storages = Storages(ctx)
 
     @property
     def saving(self) -> bool:
@@ -34,7 +34,7 @@ class FolderCheckpointer(Checkpointer):
 
         With ``checkpoint.async`` it returns when the states are copied to host memory.
         """
-        save(RunState(engine), folder, options, self._config, self._lock, self._background)
+        save(RunState(engine), folder, options, self._config, self._storages, self._background)
 
     def load(self, engine: RunningEngine, folder: Folder, options: LoadOptions) -> Loaded:
         """See `Checkpointer`.
@@ -43,7 +43,10 @@ class FolderCheckpointer(Checkpointer):
         """
         self.wait()
         local = self._config.use_node_local_storage
-        return load(RunState(engine), folder, options, verify=self._config.verify, node_local=local)
+        verify = self._config.verify
+        return load(
+            RunState(engine), folder, options, self._storages, verify=verify, node_local=local
+        )
 
     def export(
         self, engine: RunningEngine, folder: Folder, filename: str, exclude_frozen_parameters: bool
@@ -56,8 +59,8 @@ class FolderCheckpointer(Checkpointer):
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for a save under way, and let other jobs have its folders. Collective."""
+        """Wait for a save under way, and let other jobs have what it was saved into. Collective."""
         try:
             self.wait()
         finally:
-            self._lock.close()
+            self._storages.close()

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from ds_checkpoint.offline import Saved
 
 Folder = Annotated[
-    Path,
+    str,
     typer.Argument(
-        metavar="FOLDER", help="A checkpoint, or the folder above it (then its `latest` counts)."
+        metavar="FOLDER",
+        help="A checkpoint, or the folder above it (then its `latest` counts); or a URL.",
     ),
 ]
 Tag = Annotated[
@@ -49,7 +50,7 @@ def inspect(folder: Folder, tag: Tag = None, as_json: Json = False) -> None:
     """
     from ds_checkpoint.offline import open_saved
 
-    check_folder(folder)
+    _check_folder(folder)
     with open_saved(folder, tag) as saved:
         summary = _summary(saved)
     if as_json:
@@ -119,7 +120,7 @@ def verify(folder: Folder, tag: Tag = None) -> None:
     """
     from ds_checkpoint.offline import open_saved
 
-    check_folder(folder)
+    _check_folder(folder)
     with open_saved(folder, tag) as saved:
         saved.source.verify(0, 1)
         count = len(saved.manifest.files)
@@ -172,7 +173,7 @@ def export(
     """
     from ds_checkpoint.offline import check_output, export_weights, open_saved
 
-    check_folder(folder)
+    _check_folder(folder)
     with open_saved(folder, tag) as saved:
         check_output(output, overwrite)
         saved.source.verify(0, 1)
@@ -191,9 +192,9 @@ def export(
 @app.command()
 def diff(
     first: Annotated[
-        Path, typer.Argument(metavar="FIRST", help="A checkpoint, or the folder above it.")
+        str, typer.Argument(metavar="FIRST", help="A checkpoint, or the folder above it.")
     ],
-    second: Annotated[Path, typer.Argument(metavar="SECOND", help="Another one.")],
+    second: Annotated[str, typer.Argument(metavar="SECOND", help="Another one.")],
     as_json: Json = False,
 ) -> None:
     """Show which states differ, and by how much.
@@ -208,8 +209,8 @@ def diff(
     """
     from ds_checkpoint.offline import differences, open_saved
 
-    check_folder(first)
-    check_folder(second)
+    _check_folder(first)
+    _check_folder(second)
     with open_saved(first) as one, open_saved(second) as two:
         found = list(differences(one, two))
     if as_json:
@@ -237,7 +238,7 @@ def _finite(value: float | None) -> float | str | None:
 @app.command()
 def prune(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder above the checkpoints.")
+        str, typer.Argument(metavar="FOLDER", help="The folder above the checkpoints, or a URL.")
     ],
     keep: Annotated[
         int,
@@ -256,12 +257,21 @@ def prune(
     Examples:
       dscore checkpoint prune runs/first --keep 3
     """
-    from ds_checkpoint.folder import files
+    from ds_checkpoint.storages.finding import open_storage
     from ds_core.errors import CheckpointError
 
-    check_folder(folder)
-    tags = files.existing_tags(folder)
+    _check_folder(folder)
+    storage = open_storage(folder, "FOLDER")
+    tags = storage.tags()
     if not tags:
-        raise CheckpointError(f"{folder} holds no checkpoint")
-    for tag in files.prune(folder, keep, tags[0]):
-        typer.echo(f"removed {folder / tag}")
+        raise CheckpointError(f"{storage.path()} holds no checkpoint")
+    for tag in storage.prune(keep, tags[0]):
+        typer.echo(f"removed {storage.path(tag)}")
+
+
+def _check_folder(folder: str) -> None:
+    """CommandError unless a path is a folder. What a URL names is known when it is read."""
+    from ds_checkpoint.storages.finding import is_url
+
+    if not is_url(folder):
+        check_folder(folder)

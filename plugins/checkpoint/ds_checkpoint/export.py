@@ -18,12 +18,13 @@ from ds_run_state.states import StateTensor
 from torch import Tensor
 
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
-from ds_checkpoint.contents import shared_names
 from ds_checkpoint.folder import files
 from ds_checkpoint.folder.boxes import moves
-from ds_checkpoint.folder.format import SavedState, check_folder
+from ds_checkpoint.folder.contents import shared_names
+from ds_checkpoint.folder.format import SavedState
 from ds_checkpoint.folder.layout import merge, rows_of
 from ds_checkpoint.folder.tensorfile import DTYPES, carry, check_tensor, write_tensors
+from ds_checkpoint.storages.finding import check_path, shown
 from ds_core import comm
 from ds_core.errors import CheckpointError
 
@@ -47,7 +48,7 @@ def save_16bit_model(
     ``.safetensors``, with a warning: nothing is ever pickled. Raises CheckpointError on every rank
     when it fails on any.
     """
-    action = f"cannot save the 16-bit model to {save_dir!s:.200}"
+    action = f"cannot save the 16-bit model to {shown(save_dir)}"
     path = _path(action, save_dir, save_filename)
     if why := run.not_exported:
         if comm.rank() == 0:
@@ -138,7 +139,7 @@ def _path(action: str, save_dir: str | os.PathLike[str], name: str) -> Path:
             f"{action}: save_filename {name!r} must be a file name that ends in .safetensors"
         )
     try:
-        return check_folder(save_dir, "save_dir") / name
+        return check_path(save_dir, "save_dir") / name
     except CheckpointError as error:
         raise CheckpointError(f"{action}: {error}") from None
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_run_state import RunState, SavedRun, persistent_buffers, some
 from ds_run_state.slices import SLICES
@@ -16,29 +15,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
-from ds_checkpoint.contents import class_name
-from ds_checkpoint.folder import files
+from ds_checkpoint.folder.contents import class_name
 from ds_checkpoint.folder.format import (
     COMMON,
     DAMAGED,
     LATEST,
     MANIFEST,
     Manifest,
-    check_folder,
     local_file,
-    parse_manifest,
 )
 from ds_checkpoint.folder.sites import Site, complete, find_site, introduce
 from ds_checkpoint.folder.values import decode
 from ds_checkpoint.source import SavedStates
+from ds_checkpoint.storages.contract import Storage, Stored
+from ds_checkpoint.storages.disk import DiskCheckpoint, DiskStorage
+from ds_checkpoint.storages.finding import Storages, shown
 from ds_core.engine import Folder, LoadOptions
 from ds_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 log = logging.getLogger("ds_checkpoint")
 
 
 def load(
-    run: RunState, folder: Folder, options: LoadOptions, *, verify: bool, node_local: bool = False
+    run: RunState,
+    folder: Folder,
+    options: LoadOptions,
+    storages: Storages,
+    *,
+    verify: bool,
+    node_local: bool = False,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load ``folder/tag`` into `run`, at any world size; returns (path, client_state). Collective.
 
@@ -46,6 +54,7 @@ def load(
     None), with a warning, or (None, {}) with `missing_ok`. With `module_only` the client state is
     {}.
 
+    storages: of the engine.
     verify: compare all files with their checksums first.
     node_local: each host has a folder of its own.
 
@@ -53,24 +62,26 @@ def load(
     changed, when the checkpoint is missing, damaged, of another format, or of another model; and
     where checkpoints are there, but neither a tag nor ``latest``.
     """
-    action = f"cannot load a checkpoint from {folder!s:.200}"
+    action = f"cannot load a checkpoint from {shown(folder)}"
     # Find: rank 0 decides for all which checkpoints may be loaded, the requested one first.
-    root, _ = on_every_rank(action, lambda: check_folder(folder, "load_dir"))
+    storage, _ = on_every_rank(
+        action, lambda: storages.open(folder, "load_dir", node_local=node_local)
+    )
     site = find_site(node_local)
     device = run.ctx.accelerator.current_device()
-    if site.local:
-        introduce(action, root, options.tag, site, device)
-    found = on_first_rank(action, lambda: _candidates(root, options))
+    if site.local and isinstance(storage, DiskStorage):
+        introduce(action, storage.root, options.tag, site, device)
+    found = on_first_rank(action, lambda: _candidates(storage, options))
     if not found:
         return None, {} if options.missing_ok else None
 
     # Check: the first candidate that fits on all ranks, with nothing changed yet.
-    def bring(path: Path) -> None:
-        if site.local:
-            complete(action, path, site, device)
+    def bring(stored: Stored) -> None:
+        if site.local and isinstance(stored, DiskCheckpoint):
+            complete(action, stored.path, site, device)
 
     check = functools.partial(_check, run, options, verify, site)
-    path, plan, reports = _first_that_fits(action, [root / name for name in found], bring, check)
+    path, plan, reports = _first_that_fits(action, map(storage.open, found), bring, check)
     try:
         # Change: an error from here on leaves a run that is half loaded, so all that can be checked
         # has been.
@@ -87,28 +98,28 @@ def load(
     return str(path), {} if options.module_only else plan.client
 
 
-def _candidates(root: Path, options: LoadOptions) -> list[str]:
-    """The directories' names below `root` that may be loaded, the wanted one first, or none; rank 0
-    decides for all.
+def _candidates(storage: Storage, options: LoadOptions) -> list[str]:
+    """The names of the checkpoints in `storage` that may be loaded, the wanted one first, or none;
+    rank 0 decides for all.
     """
-    others = files.existing_tags(root)
+    others = storage.tags()
     try:
-        wanted = files.read_latest(root) if options.tag is None else options.tag
+        wanted = storage.latest() if options.tag is None else options.tag
         if wanted is None:
             if options.fallback and others:
-                log.warning("%s does not exist; taking %s", root / LATEST, others[0])
+                log.warning("%s does not exist; taking %s", storage.path(LATEST), others[0])
                 return others
             # A run that starts afresh beside them would look as if it had resumed.
             if others:
                 raise CheckpointError(
-                    f"{root / LATEST} does not exist, and no tag was given; there are "
+                    f"{storage.path(LATEST)} does not exist, and no tag was given; there are "
                     f"{', '.join(others[:10])}: give one as tag=, or load with fallback=True, "
                     "which takes the newest"
                 )
             level = logging.INFO if options.missing_ok else logging.WARNING
-            log.log(level, "nothing was loaded: there is no checkpoint in %s", root)
+            log.log(level, "nothing was loaded: there is no checkpoint in %s", storage.path())
             return []
-        first = files.find(root, wanted).name
+        first = storage.find(wanted)
     except CheckpointError as error:
         if not (options.fallback and others):
             raise
@@ -118,24 +129,29 @@ def _candidates(root: Path, options: LoadOptions) -> list[str]:
 
 
 def _first_that_fits(
-    action: str, paths: list[Path], bring: Callable[[Path], None], check: Callable[[Path], _Plan]
-) -> tuple[Path, _Plan, list[list[str]]]:
+    action: str,
+    candidates: Iterable[Stored],
+    bring: Callable[[Stored], None],
+    check: Callable[[Stored], _Plan],
+) -> tuple[Path | str, _Plan, list[list[str]]]:
     """Check one after the other, on all ranks, once it is there; the first one's CheckpointError
     when none will do.
     """
     first: CheckpointError | None = None
-    for path in paths:
+    waiting = list(candidates)
+    several = len(waiting) > 1
+    for stored in waiting:
         try:
-            bring(path)
+            bring(stored)
             plan, reports = on_every_rank(
-                action, functools.partial(check, path), lambda plan: plan.unexpected
+                action, functools.partial(check, stored), lambda plan: plan.unexpected
             )
         except CheckpointError as error:
             first = first or error
-            if len(paths) > 1:
+            if several:
                 log.warning("%s", error)
         else:
-            return path, plan, reports
+            return stored.path, plan, reports
     assert first is not None
     raise first
 
@@ -157,11 +173,11 @@ class _Plan:
     saved: SavedRun
 
 
-def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: Path) -> _Plan:
+def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, stored: Stored) -> _Plan:
     """Everything that can be known to be wrong before a state changes."""
     # The files are there, whole, and of this save.
-    manifest = parse_manifest(path / MANIFEST)
-    source = SavedStates(path, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
+    manifest = stored.manifest()
+    source = SavedStates(stored, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
     try:
         if site.first:
             source.check_files()
@@ -170,7 +186,7 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
         try:
             unexpected = run.check(source, options, excluded=manifest.excluded)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{stored.path}: {error}") from None
         # A rank beyond those that saved reads the values of rank 0; `own` says that they are not
         # its own.
         own = run.rank < manifest.world_size
@@ -179,10 +195,11 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, path: 
         def common(key: str) -> Tensor:
             return _tensor(source, COMMON, key)
 
-        values = decode(manifest.run, common, f"{path / MANIFEST}: run")
+        where = stored.path_of(MANIFEST)
+        values = decode(manifest.run, common, f"{where}: run")
         # The optimizer's hyperparameters decide which states a parameter has.
         _check_optimizer(run.optimizer, manifest, values["optimizer_groups"], options)
-        client = decode(manifest.client, common, f"{path / MANIFEST}: client")
+        client = decode(manifest.client, common, f"{where}: client")
         local["buffers"] = _own_buffers(run, source) if own else {}
         local["module_extra"] = _extra(run, source, local["module_extra"] if own else {})
         saved = SavedRun(

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_checkpoint.folder import files
-from ds_checkpoint.folder.format import LATEST, MANIFEST, Manifest, parse_manifest
+from ds_checkpoint.folder.format import LATEST, MANIFEST, Manifest
 from ds_checkpoint.folder.tensorfile import DTYPES, Item, write_tensors
 from ds_checkpoint.source import SavedStates
+from ds_checkpoint.storages.contract import Stored
+from ds_checkpoint.storages.finding import check_path, open_storage
 from ds_core.errors import CheckpointError
 
 log = logging.getLogger("ds_checkpoint")
@@ -46,7 +48,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 class Saved:
     """An opened checkpoint."""
 
-    path: Path
+    path: Path | str
     manifest: Manifest
     source: SavedStates
     # Weights that differ along mesh axes, so that they have no one value.
@@ -68,28 +70,35 @@ class Saved:
 def open_saved(path: str | Path, tag: str | None = None) -> Iterator[Saved]:
     """Open ``path`` (a checkpoint), ``path/tag``, or what ``path/latest`` names.
 
+    path: a folder, or a URL.
+
     CheckpointError if it is none of these.
     """
-    folder = Path(path)
-    if tag is not None:
-        folder = files.find(folder, tag)
-    elif not os.path.lexists(folder / MANIFEST):
-        latest = files.read_latest(folder) if folder.is_dir() else None
-        if latest is None:
-            have = files.existing_tags(folder)
-            hint = (
-                f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
-            )
-            raise CheckpointError(f"{folder} is no checkpoint and has no file {LATEST!r}; {hint}")
-        folder = files.find(folder, latest)
-    manifest = parse_manifest(folder / MANIFEST)
-    source = SavedStates(folder, manifest, None)
+    stored = _find(path, tag)
+    manifest = stored.manifest()
+    source = SavedStates(stored, manifest, None)
     try:
         source.check_files()
         split = {s.name.removeprefix("module/") for s in manifest.states if s.name not in source}
-        yield Saved(folder, manifest, source, tuple(sorted(split)))
+        yield Saved(stored.path, manifest, source, tuple(sorted(split)))
     finally:
         source.close()
+
+
+def _find(path: str | Path, tag: str | None) -> Stored:
+    storage = open_storage(path, "the checkpoint")
+    if tag is not None:
+        return storage.open(storage.find(tag))
+    if (stored := storage.itself()) is not None:
+        return stored
+    latest = storage.latest() if storage.exists() else None
+    if latest is None:
+        have = storage.tags()
+        hint = f"name one of {', '.join(have[:10])}" if have else "give the folder of a checkpoint"
+        raise CheckpointError(
+            f"{storage.path()} is no checkpoint and has no file {LATEST!r}; {hint}"
+        )
+    return storage.open(storage.find(latest))
 
 
 def verify(path: str | Path, tag: str | None = None) -> Manifest:
@@ -185,7 +194,7 @@ def export_weights(
 
     CheckpointError when a weight is cut along mesh axes.
     """
-    folder = Path(output_dir)
+    folder = check_path(output_dir, "output_dir")
     check_output(folder, overwrite)
     if dtype not in EXPORT_DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(EXPORT_DTYPES)}")
@@ -395,7 +404,7 @@ def _fp32_weight(saved: Saved, name: str) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
 
-def _read(opened: Opener, path: Path, name: str) -> Tensor:
+def _read(opened: Opener, path: Path | str, name: str) -> Tensor:
     with opened(path, None) as saved:
         return _fp32_weight(saved, name)
 

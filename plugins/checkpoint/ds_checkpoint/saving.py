@@ -10,8 +10,7 @@ import contextlib
 import logging
 import platform
 import secrets
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +19,24 @@ from torch import Tensor
 
 import ds_core
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
-from ds_checkpoint.contents import class_name, differing, digests, shared_names
-from ds_checkpoint.folder import files
-from ds_checkpoint.folder.format import LATEST, MANIFEST, README, check_folder, check_tag
+from ds_checkpoint.folder.contents import class_name, differing, digests, shared_names
+from ds_checkpoint.folder.format import LATEST, MANIFEST, README, check_tag
 from ds_checkpoint.folder.sites import Site, find_site, spread
 from ds_checkpoint.folder.tensorfile import check_tensor
 from ds_checkpoint.folder.values import encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, publish, seal, write
+from ds_checkpoint.storages.disk import DiskDraft, DiskStorage
+from ds_checkpoint.storages.finding import Storages, shown
 from ds_core.engine import Folder, SaveOptions
 from ds_core.errors import CheckpointError
 from ds_core.process import log_once
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ds_checkpoint.background import Background
     from ds_checkpoint.config import CheckpointConfig
-    from ds_checkpoint.folder.lock import FolderLock
+    from ds_checkpoint.storages.contract import Storage
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -44,9 +46,9 @@ def save(
     folder: Folder,
     options: SaveOptions,
     config: CheckpointConfig,
-    lock: FolderLock,
+    storages: Storages,
     later: Background,
-) -> Path:
+) -> Path | str:
     """Write a checkpoint to ``folder/tag`` and return that path; atomic and durable.
 
     Collective: every rank calls it.
@@ -54,7 +56,7 @@ def save(
     The tag is equal on all ranks (config ``checkpoint.tag_validation``). Client state: None, bool,
     int, float, str, tensors, and lists, tuples and dicts (str keys) of them.
 
-    lock: of the folders that this engine saves into.
+    storages: of this engine.
     later: with ``checkpoint.async`` it goes on writing after this function has returned, unless
         states rest in a store that gives memory back: there may be no memory for a copy of them, so
         they are streamed.
@@ -66,21 +68,20 @@ def save(
     # A save that is under way ends first; its error is raised here.
     later.wait()
     # Prepare: everything that can be wrong is found before a file is written.
-    action = f"cannot save a checkpoint to {folder!s:.200}"
-    prepared, tag, offloaded = _prepare_together(run, action, folder, options, config)
-    root = Path(folder)
-    site = find_site(config.use_node_local_storage)
-    # Rank 0 takes the folder's lock and makes the directory that all write into.
-    began = on_first_rank(action, lambda: _begin(lock, root, tag))
-    job = SaveJob(
-        root,
-        tag,
-        root / began["name"],
-        began["id"],
-        began["serial"],
-        options.save_latest,
-        config.keep_last,
+    action = f"cannot save a checkpoint to {shown(folder)}"
+    node_local = config.use_node_local_storage
+    prepared, storage, tag, offloaded = _prepare_together(
+        run,
+        action,
+        lambda: storages.open(folder, "save_dir", node_local=node_local),
+        options,
+        config,
     )
+    path = storage.path(tag)
+    site = find_site(node_local)
+    # Rank 0 takes the place for this job, and makes what all write into.
+    began = on_first_rank(action, lambda: _begin(storage, tag))
+    job = _job(storage, tag, began, options, config)
     if config.asynchronous and offloaded:
         log_once(
             log,
@@ -90,95 +91,108 @@ def save(
         )
     elif config.asynchronous:
         later.start(action, prepared, job)
-        return root / tag
-    _write_and_commit(run, action, prepared, job, lock, site)
+        return path
+    _write_and_commit(run, action, prepared, job, site, began["begun"])
     on_every_rank(
-        f"{root / tag} is saved, but not {LATEST}", lambda: publish(job) if site.first else None
+        f"{path} is saved, but not {LATEST}", lambda: publish(job) if site.first else None
     )
-    log.info("saved checkpoint %s", root / tag)
-    return root / tag
+    log.info("saved checkpoint %s", path)
+    return path
 
 
 def _write_and_commit(
-    run: RunState, action: str, prepared: Prepared, job: SaveJob, lock: FolderLock, site: Site
+    run: RunState,
+    action: str,
+    prepared: Prepared,
+    job: SaveJob,
+    site: Site,
+    begun: Mapping[str, Any],
 ) -> None:
     """All files of all ranks, then the name that makes them a checkpoint; else nothing is left.
 
     Collective.
     """
-    final = job.root / job.tag
+    storage = job.storage
     try:
         # Hosts with folders of their own need the directory that rank 0 has made on its host.
-        if site.local:
-            on_every_rank(
-                action, lambda: _join(lock, job) if site.first and prepared.rank else None
-            )
+        if site.local and isinstance(storage, DiskStorage):
+            joins = site.first and prepared.rank
+            on_every_rank(action, lambda: storage.join(job.tag, begun) if joins else None)
         _, written = on_every_rank(action, lambda: write(prepared, job), lambda report: report)
         on_first_rank(action, lambda: seal(prepared, job, written))
-        if site.local:
+        if site.local and isinstance(job.draft, DiskDraft):
             # The manifest is written once, and every host's folder is a checkpoint by itself.
             spread(
                 action,
-                job.temporary,
+                job.draft.folder,
                 [README, MANIFEST],
                 site,
                 run.ctx.accelerator.current_device(),
             )
-        on_every_rank(
-            action, lambda: files.put_in_place(job.temporary, final) if site.first else None
-        )
+        on_every_rank(action, lambda: job.draft.put_in_place() if site.first else None)
     except CheckpointError:
         if site.first:
-            with contextlib.suppress(OSError):  # another rank may see it too
-                files.discard(job.temporary)
+            # another rank may see it too; and the next save clears what is left
+            with contextlib.suppress(OSError, CheckpointError):
+                job.draft.discard()
         raise
 
 
-def _begin(lock: FolderLock, root: Path, tag: str) -> dict[str, Any]:
-    """Rank 0: lock the folder for this job, and make a directory in it to write into."""
-    files.make_root(root)
-    lock.take(root)
-    name = files.make_temporary(root, tag).name
-    return {"name": name, "id": secrets.token_hex(16), "serial": files.next_serial(root)}
+def _job(
+    storage: Storage, tag: str, began: Any, options: SaveOptions, config: CheckpointConfig
+) -> SaveJob:
+    """What rank 0 has begun, as this rank takes part in it."""
+    return SaveJob(
+        storage,
+        tag,
+        storage.draft(tag, began["id"], began["begun"]),
+        began["id"],
+        began["serial"],
+        options.save_latest,
+        config.keep_last,
+    )
 
 
-def _join(lock: FolderLock, job: SaveJob) -> None:
-    """The first rank of another host than rank 0's: the same there."""
-    if job.temporary.exists():
-        raise CheckpointError(
-            f"{job.root} is the same folder on several hosts; leave use_node_local_storage out"
-        )
-    files.make_root(job.root)
-    lock.take(job.root)
-    files.make_temporary(job.root, job.tag, job.temporary.name)
+def _begin(storage: Storage, tag: str) -> dict[str, Any]:
+    """Rank 0: take the place for this job, and begin a checkpoint there."""
+    storage.hold()
+    save_id = secrets.token_hex(16)
+    begun = storage.begin(tag, save_id)
+    return {"begun": begun, "id": save_id, "serial": storage.next_serial()}
 
 
 # -- prepare ---------------------------------------------------------------------------------------
 
 
 def _prepare_together(
-    run: RunState, action: str, folder: Folder, options: SaveOptions, config: CheckpointConfig
-) -> tuple[Prepared, str, bool]:
-    """(what this rank writes, the tag, whether any rank has offloaded states). Collective."""
-    prepared, reports = on_every_rank(
+    run: RunState,
+    action: str,
+    find: Callable[[], Storage],
+    options: SaveOptions,
+    config: CheckpointConfig,
+) -> tuple[Prepared, Storage, str, bool]:
+    """(what this rank writes, where, the tag, whether any rank has offloaded states).
+
+    Collective.
+    """
+    (storage, prepared), reports = on_every_rank(
         action,
-        lambda: _prepare(run, folder, options),
-        lambda p: {
-            "tag": p.tag,
+        lambda: (find(), _prepare(run, options)),
+        lambda found: {
+            "tag": found[1].tag,
             "buffers": digests(run.module),
-            "offloaded": any(piece.read for piece in p.pieces),
+            "offloaded": any(piece.read for piece in found[1].pieces),
         },
     )
     tag = _agreed_tag([report["tag"] for report in reports], config.tag_validation.lower())
     # Buffers that differ between ranks, such as running statistics, are stored per rank.
     own = differing(run, prepared.buffers, [report["buffers"] for report in reports])
     prepared.local_tensors.update({f"buffer/{name}": buffer for name, buffer in own.items()})
-    return prepared, tag, any(report["offloaded"] for report in reports)
+    return prepared, storage, tag, any(report["offloaded"] for report in reports)
 
 
-def _prepare(run: RunState, folder: Folder, options: SaveOptions) -> Prepared:
+def _prepare(run: RunState, options: SaveOptions) -> Prepared:
     """Collect and check everything that this rank would write; changes nothing."""
-    check_folder(folder, "save_dir")
     client = options.client_state
     if not isinstance(client, Mapping | None):
         raise CheckpointError(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -18,6 +16,7 @@ from ds_checkpoint.folder.tensorfile import DTYPES, TensorFile
 from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ds_checkpoint.storages.contract import Stored
     from ds_core.mesh import Mesh
 
 MOST_OPEN = 256
@@ -35,12 +34,13 @@ class SavedStates:
 
     def __init__(
         self,
-        path: Path,
+        stored: Stored,
         manifest: Manifest,
         mesh: Mesh | None,
         slices: Mapping[str, Slice] | None = None,
     ) -> None:
-        self.path = path
+        self.path = stored.path
+        self._stored = stored
         self.manifest = manifest
         self._slices = slices or {}
         self._files: dict[str, TensorFile] = {}
@@ -141,7 +141,7 @@ class SavedStates:
         if name not in self._files:
             # Files of different saves can have the names of one checkpoint after folders were
             # copied together.
-            file = TensorFile(self.path / name)
+            file = TensorFile(self._stored.open(name))
             if (
                 file.metadata.get("save_id") != self.manifest.save_id
                 or file.metadata.get("file") != name
@@ -169,17 +169,7 @@ class SavedStates:
         manifest says.
         """
         for name, mark in self.manifest.files.items():
-            file = self.path / name
-            if not os.path.lexists(file):
-                raise CheckpointError(f"{file} is missing; {DAMAGED}")
-            if (
-                (size := file.lstat().st_size) != mark.size
-                and file.is_file()
-                and not file.is_symlink()
-            ):
-                raise CheckpointError(
-                    f"{file} has {size} bytes, it was written with {mark.size}; {DAMAGED}"
-                )
+            self._stored.check_file(name, mark.size)
             self.file(name)
         # The headers are those of the manifest: a wrong one is found before the run is changed.
         for state in self.manifest.states:
@@ -188,7 +178,7 @@ class SavedStates:
                 want = (DTYPES.get(state.dtype), (chunk.stop - chunk.start,))
                 if found is None or found[:2] != want:
                     raise CheckpointError(
-                        f"{self.path / chunk.file} does not hold {chunk.key!r} as the manifest "
+                        f"{self._stored.path_of(chunk.file)} does not hold {chunk.key!r} as the manifest "
                         f"describes it; {DAMAGED}"
                     )
 
@@ -206,7 +196,8 @@ class SavedStates:
             load[reader] += marks[name].size
             if reader == rank and marks[name].checksum not in (None, self.file(name).checksum()):
                 raise CheckpointError(
-                    f"{self.path / name} is not as it was written: its checksum is wrong; {DAMAGED}"
+                    f"{self._stored.path_of(name)} is not as it was written: its checksum is wrong; "
+                    f"{DAMAGED}"
                 )
 
     def close(self) -> None:

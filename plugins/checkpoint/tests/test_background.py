@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ds_checkpoint import background
-from ds_checkpoint.folder import writing
+from ds_checkpoint.folder import tensorfile, writing
 from torch import nn
 
 import ds_core
@@ -99,13 +99,13 @@ def test_several_saves_and_the_last_is_waited_for(ranks: Any, tmp_path: Path) ->
 
 def failing(folder: str, bad: int, call: str, reports: bool) -> str:
     """One rank cannot write (nor even leave a report); the next call says so on all ranks."""
-    real = writing.write_tensors, background._leave_report
+    real = tensorfile.write_tensors, background._leave_report
 
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if comm.rank() == bad:
-        writing.write_tensors = full  # type: ignore[assignment]
+        tensorfile.write_tensors = full  # type: ignore[assignment]
         if not reports:
             background._leave_report = full
     try:
@@ -117,7 +117,7 @@ def failing(folder: str, bad: int, call: str, reports: bool) -> str:
                 "wait": engine.wait_for_checkpoint,
             }[call]()
     finally:
-        writing.write_tensors, background._leave_report = real
+        tensorfile.write_tensors, background._leave_report = real
     engine.save_checkpoint(folder, "good")
     engine.wait_for_checkpoint()
     return str(caught.value)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 from checkpoint_faults import load, make, save
-from ds_checkpoint.folder import files, writing
+from ds_checkpoint.folder import files, tensorfile
 from ds_testing import RemoteError
 from ds_testing.processes import full_at
 from torch import nn
@@ -33,7 +33,7 @@ def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
     """Save value 2, and die at the n-th call of something on one rank."""
     engine = make(2.0)
     if comm.rank() == rank:
-        module: Any = {"os": os, "files": files, "writing": writing}[where.split(".")[0]]
+        module: Any = {"os": os, "files": files, "tensorfile": tensorfile}[where.split(".")[0]]
         name = where.split(".")[1]
         real = getattr(module, name)
         calls = []
@@ -51,8 +51,8 @@ def die_at(folder: str, tag: str, where: str, count: int, rank: int) -> None:
 # Tag "a" is saved first, with value 1, and is what latest names; the save that dies has value 2.
 # "a" once more is replaced, "b" is new. The last column: what loads after the crash.
 BEFORE = [
-    "writing.write_tensors 1",
-    "writing.write_tensors 2",
+    "tensorfile.write_tensors 1",
+    "tensorfile.write_tensors 2",
     "files.write_file 1",
     "files.put_in_place 1",
     "os.replace 1",
@@ -70,7 +70,7 @@ CRASHES += [("b", where, 1.0) for where in ("files.write_latest 1", "os.replace 
 
 
 @pytest.mark.fast_cases(
-    "a-writing.write_tensors 1-1.0",
+    "a-tensorfile.write_tensors 1-1.0",
     "a-files.write_file 1-1.0",
     "a-os.replace 1-1.0",
     "a-os.replace 2-1.0",
@@ -97,7 +97,7 @@ def test_a_crash_leaves_a_whole_checkpoint(
 def test_a_dead_rank_leaves_the_previous_checkpoint(ranks: Any, tmp_path: Path) -> None:
     ranks(2, save, str(tmp_path), 1.0, "a")
     with pytest.raises(RemoteError):
-        ranks(2, die_at, str(tmp_path), "a", "writing.write_tensors", 1, 1)
+        ranks(2, die_at, str(tmp_path), "a", "tensorfile.write_tensors", 1, 1)
     assert ranks(2, load, str(tmp_path)) == [["a", 1.0]] * 2
 
 

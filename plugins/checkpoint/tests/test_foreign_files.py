@@ -28,6 +28,7 @@ from ds_checkpoint.folder.format import (
 )
 from ds_checkpoint.folder.tensorfile import TensorFile, write_tensors
 from ds_checkpoint.folder.values import decode
+from ds_checkpoint.storages.disk import DiskCheckpoint
 
 from ds_core.errors import CheckpointError
 
@@ -143,12 +144,14 @@ def test_more_files_than_a_process_may_open(
     )
     with closing(
         source_module.SavedStates(
-            tmp_path, dataclasses.replace(MANIFEST, files=marks, states=states), None
+            DiskCheckpoint(tmp_path),
+            dataclasses.replace(MANIFEST, files=marks, states=states),
+            None,
         )
     ) as source:
         for _ in range(2):
             assert [source.read(f"module/{name}").item() for name in names] == list(range(8))
-            assert len([f for f in source._files.values() if f._handle is not None]) == 3
+            assert len([f for f in source._files.values() if f._file._handle is not None]) == 3
         os.replace(tmp_path / names[1], tmp_path / names[0])
         with pytest.raises(CheckpointError, match="changed while it was being read"):
             source.read(f"module/{names[0]}")

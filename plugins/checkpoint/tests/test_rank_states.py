@@ -16,6 +16,7 @@ import torch
 from checkpoint_runs import comm_size, first_life_short, make
 from ds_checkpoint.folder.format import parse_manifest
 from ds_checkpoint.source import SavedStates
+from ds_checkpoint.storages.disk import DiskCheckpoint
 from torch import nn
 
 import ds_core
@@ -238,7 +239,9 @@ def test_plugin_states(ranks: Any, tmp_path: Path) -> None:
 def count_bytes(folder: str) -> int:
     engine = make()
     path = Path(folder) / "global_step3"
-    source = SavedStates(path, parse_manifest(path / "manifest.json"), engine.ctx.mesh)
+    source = SavedStates(
+        DiskCheckpoint(path), parse_manifest(path / "manifest.json"), engine.ctx.mesh
+    )
     assert source.read("module/embed.weight", 5, 9).equal(source.read("module/embed.weight")[5:9])
     source.close()
     return source.bytes_read

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ds_checkpoint.folder import files
 from ds_checkpoint.folder.format import check_tag
-from ds_checkpoint.folder.lock import FolderLock
 from ds_checkpoint.folder.tensorfile import check_tensor
 from ds_checkpoint.folder.values import encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
+from ds_checkpoint.storages.finding import open_storage
 from ds_run_state.opening import open_plain, parse_json, read_small, read_start
 from ds_run_state.states import StateTensor
 from ds_run_state.torch_files import read_torch_file
@@ -43,7 +42,7 @@ NEW_RUN: dict[str, Any] = {
 
 def import_checkpoint(
     source: str | Path, output_dir: str | Path, tag: str | None = None
-) -> tuple[Path, list[str]]:
+) -> tuple[Path | str, list[str]]:
     """Write ``output_dir/tag`` out of `source`; (its path, what could not be taken over, and why).
 
     source: a folder of DeepSpeed's (the tag's, or the one above it) with all its ranks' files; a
@@ -79,21 +78,18 @@ def import_checkpoint(
     prepared = [
         _prepared(found, rank, tag, common if rank == 0 else {}, head) for rank in range(ranks)
     ]
-    root = Path(output_dir)
-    files.make_root(root)
-    with contextlib.closing(FolderLock()) as lock:
-        lock.take(root)
-        temporary = files.make_temporary(root, tag)
-        job = SaveJob(
-            root, tag, temporary, secrets.token_hex(16), files.next_serial(root), True, None
-        )
+    with contextlib.closing(open_storage(output_dir, "output_dir")) as storage:
+        storage.hold()
+        save_id = secrets.token_hex(16)
+        draft = storage.draft(tag, save_id, storage.begin(tag, save_id))
+        job = SaveJob(storage, tag, draft, save_id, storage.next_serial(), True, None)
         try:
             commit(prepared[0], job, [write(p, job) for p in prepared])
         except BaseException:
-            files.discard(job.temporary)
+            draft.discard()
             raise
         publish(job)
-    return root / tag, [*found.missing, *left]
+    return storage.path(tag), [*found.missing, *left]
 
 
 def _prepared(

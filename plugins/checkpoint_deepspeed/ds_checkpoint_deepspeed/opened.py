@@ -15,6 +15,8 @@ from ds_checkpoint.folder.tensorfile import carry
 from ds_checkpoint.folder.values import decode
 from ds_checkpoint.offline import Saved, open_saved
 from ds_checkpoint.source import SavedStates
+from ds_checkpoint.storages.disk import DiskCheckpoint
+from ds_checkpoint.storages.finding import is_url
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
@@ -33,7 +35,8 @@ def open_any(
     our_names: DeepSpeed's weights get the names that ds_core's modules have, else they keep
     DeepSpeed's.
     """
-    folder = find_deepspeed(Path(path), tag)
+    # DeepSpeed's files are on a disk; what a URL names is a checkpoint of ds_core.
+    folder = None if is_url(path) else find_deepspeed(Path(path), tag)
     if folder is None:
         with open_saved(path, tag) as saved:
             yield saved
@@ -76,7 +79,7 @@ class _States(SavedStates):
     def __init__(
         self, path: Path, manifest: Manifest, found: Foreign, held: dict[str, _Held]
     ) -> None:
-        super().__init__(path, manifest, None)
+        super().__init__(DiskCheckpoint(path), manifest, None)
         self.found = found
         self._held = held
 

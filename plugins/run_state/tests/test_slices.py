@@ -198,6 +198,7 @@ def test_boxes_that_leave_something_out_are_told_of(change: str, tmp_path: Path)
 def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_path: Path) -> None:
     """As experts of format 2 are: whole along ep, and what tp leaves here along tp."""
     from ds_checkpoint.source import SavedStates
+    from ds_checkpoint.storages.disk import DiskCheckpoint
 
     run_ranks(2, save, 2, 1, 0, str(tmp_path))
     with open_saved(tmp_path) as saved:
@@ -208,7 +209,7 @@ def test_a_state_that_is_each_coordinates_own_may_be_a_part_of_the_whole(tmp_pat
     manifest = dataclasses.replace(manifest, states=tuple(states))
     # of which (8, 3, 2) is stored
     piece = Slice.of((8, 6, 2)).cut("ep", 0, 4, 4).cut("tp", 1, 3, 3)
-    source = SavedStates(tmp_path / "global_step1", manifest, None, {"rows": piece})
+    source = SavedStates(DiskCheckpoint(tmp_path / "global_step1"), manifest, None, {"rows": piece})
     assert source.shape("module/rows") == (4, 3, 2)
     assert torch.allclose(source.whole("module/rows"), truth(1)["module/rows"][4:], atol=1e-6)
     source.close()

@@ -38,6 +38,7 @@ KITS = {
     "ds_accelerators": "AcceleratorConformance",
     "ds_charts": "ChartConformance",
     "ds_check": "CheckConformance",
+    "ds_checkpoint_storages": "StorageConformance",
     "ds_checkpointer": "CheckpointerConformance",
     "ds_collectives": "CollectivesConformance",
     "ds_commands": "CommandConformance",

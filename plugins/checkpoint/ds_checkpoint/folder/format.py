@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,9 +33,9 @@ README = "README.md"
 
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _FILE = re.compile(r"(rank(?P<rank>\d{5}|[1-9]\d{5,8})(-local)?|common)\.safetensors", re.ASCII)
-_MAX_MANIFEST = 1 << 28
+MAX_MANIFEST = 1 << 28
 _MAX_VALUES = 1 << 24
-_MAX_LATEST = 1 << 10
+MAX_LATEST = 1 << 10
 _MAX_DIMS = 64
 _MAX_COUNT = 1 << 63
 DAMAGED = "the checkpoint is damaged or was edited; load another tag"
@@ -75,15 +74,6 @@ def check_tag(tag: object) -> str:
             f"tag {tag!r} is a name that checkpoints use themselves; choose another"
         )
     return tag
-
-
-def check_folder(folder: object, name: str) -> Path:
-    """`folder` as a path; CheckpointError when the argument `name` is none."""
-    if not isinstance(folder, str | os.PathLike) or not isinstance(path := os.fspath(folder), str):
-        raise CheckpointError(f"{name} is {folder!r:.100}; name a directory")
-    if not path:
-        raise CheckpointError(f"{name} is empty; name a directory")
-    return Path(path)
 
 
 def check_name(name: str) -> str:
@@ -193,6 +183,9 @@ def render_manifest(manifest: Manifest) -> bytes:
     return body + _SEAL + checksum(body).encode() + b'"\n}\n'
 
 
+HEAD_BYTES = 1024
+"""As many bytes of a manifest have its serial and its step in them."""
+
 _BEGIN = re.compile(
     rb'\s*\{\s*"format":\s*"ds_core\.checkpoint",(?:\s*"version":\s*(\d{1,9})\b)?', re.ASCII
 )
@@ -210,9 +203,14 @@ def read_head(path: Path) -> tuple[int, int] | None:
     None when it does not begin as ours do. Only its first lines are read.
     """
     try:
-        found = _HEAD.match(read_start(path, 1024))
+        return parse_head(read_start(path, HEAD_BYTES))
     except (OSError, CheckpointError):
         return None
+
+
+def parse_head(start: bytes) -> tuple[int, int] | None:
+    """`read_head`, of the first `HEAD_BYTES` bytes of a manifest."""
+    found = _HEAD.match(start)
     return None if found is None else (int(found[2] or 0), int(found[1] or 0))
 
 
@@ -223,15 +221,28 @@ def read_latest_file(path: Path) -> str:
     Files of before have a second line, with a checksum of the tag.
     """
     try:
-        text = read_small(path, _MAX_LATEST).decode()
-        tag, _, seal = text.strip().partition("\n")
+        data = read_small(path, MAX_LATEST)
+    except CheckpointError as error:
+        raise _no_tag(path, error) from None
+    return parse_latest(data, path)
+
+
+def parse_latest(data: bytes, path: object) -> str:
+    """The tag in `data`, the content of a file ``latest``; CheckpointError when there is none.
+
+    path: where it was read, for messages.
+    """
+    try:
+        tag, _, seal = data.decode().strip().partition("\n")
         if seal and seal != f"xxh3 {checksum(tag.encode())}":
             raise CheckpointError("the tag in it is not the one that was written")
         return check_tag(tag)
     except (CheckpointError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path} does not hold a tag: {error}; give the tag to load"
-        ) from None
+        raise _no_tag(path, error) from None
+
+
+def _no_tag(path: object, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} does not hold a tag: {error}; give the tag to load")
 
 
 def parse_manifest(path: Path) -> Manifest:
@@ -239,11 +250,19 @@ def parse_manifest(path: Path) -> Manifest:
     not as it must be.
     """
     try:
-        text = read_small(path, _MAX_MANIFEST)
+        text = read_small(path, MAX_MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing: this is not a whole checkpoint; load another tag"
-        ) from None
+        raise no_manifest(path) from None
+    return check_manifest(text, path)
+
+
+def no_manifest(path: object) -> CheckpointError:
+    """What to raise where there is no file at `path`."""
+    return CheckpointError(f"{path} is missing: this is not a whole checkpoint; load another tag")
+
+
+def check_manifest(text: bytes, path: object) -> Manifest:
+    """`parse_manifest`, of the text that was read at `path`."""
     if (said := _BEGIN.match(text)) is None:
         raise CheckpointError(
             f"{path} does not say it is a {FORMAT!r}; was it written by another program?"
@@ -274,7 +293,7 @@ def parse_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _other_version(path: Path, version: object) -> CheckpointError:
+def _other_version(path: object, version: object) -> CheckpointError:
     return CheckpointError(
         f"{path} has format version {version!r:.40}, this dscore-train reads versions 1 to {VERSION}; "
         "install a dscore-train that reads it"

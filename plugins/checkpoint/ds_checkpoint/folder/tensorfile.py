@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 import xxhash
-from ds_run_state.opening import open_plain, parse_json
+from ds_run_state.opening import parse_json
 from torch import Tensor
 
 from ds_checkpoint.folder.boxes import Move
 from ds_checkpoint.folder.format import DAMAGED, Mark
+from ds_checkpoint.folder.reader import PlainFile, Reader
 from ds_core.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -97,6 +98,25 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
     Tensors may be anywhere and of any stride; one at a time is held on the host. FileExistsError if
     `path` exists.
     """
+    # Exclusively: no file of a checkpoint is ever written over.
+    with open(path, "xb", buffering=0) as file:
+        mark = pour_tensors(path.name, items, metadata, functools.partial(_write, file))
+        # Before the manifest may name this file, it must survive a crash of the machine.
+        os.fsync(file.fileno())
+        return mark
+
+
+def pour_tensors(
+    name: str,
+    items: Iterable[Item],
+    metadata: Mapping[str, str],
+    write: Callable[[memoryview], object],
+) -> Mark:
+    """Hand the bytes of a safetensors file `name` to `write`, block by block; the file's size and
+    checksum.
+
+    A block stays valid only while `write` runs.
+    """
     # Falling item size keeps every tensor aligned to its own, as safetensors readers like it.
     ordered = sorted(items, key=lambda item: -item[2].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -111,22 +131,30 @@ def write_tensors(path: Path, items: Iterable[Item], metadata: Mapping[str, str]
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER or len(ordered) > _MAX_TENSORS:
         raise CheckpointError(
-            f"{path.name} would need a header of {len(text)} bytes for {len(ordered)} tensors; the "
+            f"{name} would need a header of {len(text)} bytes for {len(ordered)} tensors; the "
             "most are "
             f"{_MAX_HEADER} bytes (of safetensors) and {_MAX_TENSORS} tensors"
         )
     # The checksum is taken while the bytes are written: the file is not read again.
     digest = xxhash.xxh3_128()
-    # Exclusively: no file of a checkpoint is ever written over.
-    with open(path, "xb", buffering=0) as file:
-        _write(file, struct.pack("<Q", len(text)) + text, digest)
-        for key, shape, dtype, give in ordered:
-            value = give().detach()
-            assert value.dtype == dtype and value.numel() == math.prod(shape), key
-            _write(file, as_bytes(value.to("cpu").contiguous()), digest)
-        # Before the manifest may name this file, it must survive a crash of the machine.
-        os.fsync(file.fileno())
-        return Mark(file.tell(), digest.hexdigest())
+    size = 0
+
+    def pour(data: bytes | memoryview) -> None:
+        # In blocks that are still in the processor's cache when they are read a second time.
+        nonlocal size
+        view = memoryview(data)
+        for place in range(0, len(view), _BLOCK):
+            block = view[place : place + _BLOCK]
+            write(block)
+            digest.update(block)
+        size += len(view)
+
+    pour(struct.pack("<Q", len(text)) + text)
+    for key, shape, dtype, give in ordered:
+        value = give().detach()
+        assert value.dtype == dtype and value.numel() == math.prod(shape), key
+        pour(as_bytes(value.to("cpu").contiguous()))
+    return Mark(size, digest.hexdigest())
 
 
 def as_bytes(flat: Tensor) -> memoryview:
@@ -142,15 +170,11 @@ def as_bytes(flat: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _write(file: Any, data: bytes | memoryview, digest: Any) -> None:
-    """All of `data`, in blocks that are still in the processor's cache when the system copies them
-    after hashing.
-    """
-    view = memoryview(data)
+def _write(file: FileIO, view: memoryview) -> None:
+    """All of a block, which a write may take in parts."""
     place = file.tell()
     while view:
-        count = file.write(view[:_BLOCK])
-        digest.update(view[:count])
+        count = file.write(view)
         view = view[count:]
         if place // _STRIDE != (place + count) // _STRIDE:
             _begin_writing(file.fileno(), (place + count) // _STRIDE * _STRIDE)
@@ -184,49 +208,31 @@ def carry(move: Move, values: Tensor, out: Tensor) -> None:
 class TensorFile:
     """An open safetensors file whose header has been checked against its size.
 
-    links: whether `path` may be a link.
+    file: a path of a disk, or the file of another storage.
+    links: whether a path may be a link.
     bytes_read: tensor data read so far.
 
     Raises CheckpointError naming the file for anything wrong with it.
     """
 
-    def __init__(self, path: Path, *, links: bool = False) -> None:
-        self.path = path
-        self._links = links
+    def __init__(self, file: Path | Reader, *, links: bool = False) -> None:
+        self._file = file if isinstance(file, Reader) else PlainFile(file, links=links)
+        self.path = self._file.path
         self.bytes_read = 0
-        self._handle: FileIO | None = None
-        self._identity: tuple[int, ...] | None = None
         try:
             self.metadata, self.tensors = self._header()
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; {DAMAGED}") from None
+            raise CheckpointError(f"{self.path} is missing; {DAMAGED}") from None
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _file(self) -> FileIO:
-        """The file, opened again if it was closed meanwhile, and known to be the one whose header
-        was checked.
-        """
-        if self._handle is None:
-            descriptor, _ = open_plain(self.path, links=self._links)
-            self._handle = open(descriptor, "rb", buffering=0)  # noqa: SIM115
-            # A file that was closed to stay below the limit of open files may have been replaced
-            # since.
-            status = os.fstat(descriptor)
-            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._identity not in (None, identity):
-                raise self._damaged("it was changed while it was being read")
-            self._identity = identity
-        return self._handle
 
     def _header(
         self,
     ) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]]:
         # The header comes from a file that may be damaged or hostile: every number in it is checked
         # before it is used for an allocation or an offset.
-        size = os.fstat(self._file.fileno()).st_size
+        size = self._file.size()
         length = struct.unpack("<Q", self._exactly(0, 8))[0] if size >= 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise self._damaged(f"it is not a safetensors file, or cut off ({size} bytes)")
@@ -280,13 +286,10 @@ class TensorFile:
         dtype, _, begin, end = self.tensors[key]
         assert out.dtype == dtype and begin + (start + out.numel()) * dtype.itemsize <= end, key
         view = as_bytes(out)
-        self._file.seek(begin + start * dtype.itemsize)
-        while view:
-            count = self._file.readinto(view[: 1 << 28])
-            if not count:
-                raise self._damaged("it ends too early")
-            view = view[count:]
-            self.bytes_read += count
+        count = self._file.read_into(begin + start * dtype.itemsize, view)
+        self.bytes_read += count
+        if count < len(view):
+            raise self._damaged("it ends too early")
 
     def read_move(self, key: str, move: Move, out: Tensor) -> None:
         """Read what `move` says of the flattened tensor `key` to its places in `out`, a contiguous
@@ -313,28 +316,20 @@ class TensorFile:
                 )
 
     def checksum(self) -> str:
-        """Of the whole file, read from the disk (or the system's cache)."""
+        """Of the whole file, as it is stored."""
         digest = xxhash.xxh3_128()
-        block = bytearray(_BLOCK)
-        self._file.seek(0)
-        if hasattr(os, "posix_fadvise"):  # read further ahead
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while count := self._file.readinto(block):
-            digest.update(memoryview(block)[:count])
+        for block in self._file.blocks():
+            digest.update(block)
         return digest.hexdigest()
 
     def _exactly(self, place: int, count: int) -> bytes:
-        self._file.seek(place)
-        data = b""
-        while len(data) < count and (part := self._file.read(count - len(data))):
-            data += part
-        return data
+        data = bytearray(count)
+        found = self._file.read_into(place, memoryview(data))
+        return bytes(data[:found])
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}; {DAMAGED}")
 
     def close(self) -> None:
         """Close the file; reading opens it again."""
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+        self._file.close()

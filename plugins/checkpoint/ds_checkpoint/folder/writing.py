@@ -9,18 +9,14 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ds_run_state.states import StateTensor
 from torch import Tensor
 
-from ds_checkpoint.folder import files
 from ds_checkpoint.folder.format import (
     COMMON,
     FORMAT,
-    MANIFEST,
-    README,
     VERSION,
     Manifest,
     Mark,
@@ -29,8 +25,8 @@ from ds_checkpoint.folder.format import (
     render_manifest,
 )
 from ds_checkpoint.folder.layout import items_of, merge, rows_of
-from ds_checkpoint.folder.tensorfile import Item, write_tensors
-from ds_core.errors import CheckpointError
+from ds_checkpoint.folder.tensorfile import Item
+from ds_checkpoint.storages.contract import Draft, Storage
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -68,16 +64,16 @@ class Prepared:
 class SaveJob:
     """Where a checkpoint goes, and what happens around it."""
 
-    root: Path
+    storage: Storage
     tag: str
-    # The directory to write into, which becomes ``root/tag``.
-    temporary: Path
+    # What is written into, and becomes the checkpoint.
+    draft: Draft
     # Random: files of another save are known by it.
     save_id: str
-    # One more than that of the newest checkpoint in `root`: their order, whatever clocks say.
+    # One more than that of the newest checkpoint there: their order, whatever clocks say.
     serial: int
     save_latest: bool
-    # How many checkpoints stay in `root`; None: all.
+    # How many checkpoints stay there; None: all.
     keep_last: int | None
 
 
@@ -85,13 +81,7 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     """Write this rank's files; what the manifest needs to know of them, as JSON."""
     rank = prepared.rank
     head = prepared.head
-    if not job.temporary.is_dir():
-        raise CheckpointError(
-            f"{job.temporary}, made by rank 0, is not there; save_dir must be on storage all ranks "
-            "share; or set checkpoint.use_node_local_storage, for folders of each host. Where its "
-            "name has the time in it, ranks name different folders: make it on rank 0 and "
-            "broadcast it"
-        )
+    job.draft.check()
     # Each file says in its metadata which save it belongs to, so that a file of another save is
     # known when it is read.
     marks: dict[str, Mark] = {}
@@ -104,7 +94,7 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
             "step": str(head["step"]),
         }
         mark |= {"rank": str(rank), "world_size": str(head["world_size"])}
-        marks[name] = write_tensors(job.temporary / name, items, mark | values)
+        marks[name] = job.draft.write_tensors(name, items, mark | values)
 
     # Pieces of states; a rank may have none, then it has no such file.
     rows = rows_of(prepared.pieces, prepared.coord, rank_file(rank))
@@ -118,7 +108,7 @@ def write(prepared: Prepared, job: SaveJob) -> dict[str, Any]:
     if rank == 0 and prepared.common_tensors:
         write_one(COMMON, _plain_items(prepared.common_tensors))
     # The names of the files must be durable too, before rank 0 commits.
-    files.sync_directory(job.temporary)
+    job.draft.finish()
     return {
         "files": {name: [mark.size, mark.checksum] for name, mark in marks.items()},
         "states": rows,
@@ -153,15 +143,13 @@ def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> Non
         },
         **prepared.head,
     )
-    # The manifest comes last: a directory without it is no checkpoint.
-    files.write_file(job.temporary / README, _readme(job.tag))
-    files.write_file(job.temporary / MANIFEST, render_manifest(manifest))
+    job.draft.seal(_readme(job.tag), render_manifest(manifest))
 
 
 def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
     """`seal`, and the name that makes it a checkpoint."""
     seal(prepared, job, written)
-    files.put_in_place(job.temporary, job.root / job.tag)
+    job.draft.put_in_place()
 
 
 def publish(job: SaveJob) -> None:
@@ -169,10 +157,10 @@ def publish(job: SaveJob) -> None:
     ``keep_last``.
     """
     if job.save_latest:
-        files.write_latest(job.root, job.tag)
+        job.storage.write_latest(job.tag)
     # After ``latest`` is written, so that it never names a checkpoint that was removed.
     if job.keep_last is not None:
-        files.prune(job.root, job.keep_last, job.tag)
+        job.storage.prune(job.keep_last, job.tag)
 
 
 def _readme(tag: str) -> bytes:

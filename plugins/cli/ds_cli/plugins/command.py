@@ -33,6 +33,7 @@ KINDS = {
     "ds_optimizers": "optimizer",
     "ds_schedulers": "scheduler",
     "ds_state_stores": "state store",
+    "ds_checkpoint_storages": "checkpoint storage",
     "ds_monitors": "monitor",
     "ds_metrics": "metrics",
     "ds_listens": "observer",

@@ -1,0 +1,18 @@
+"""The hook of dscore-checkpoint (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_core import entries
+from ds_core.plugins import checks
+
+
+@checks.gives(checks.references)
+def ds_checkpoint_storages() -> Mapping[str, entries.Ref]:  # type: ignore[empty-body]
+    """Driver, by the scheme of a URL: where checkpoints can be kept (``"s3"``).
+
+    Scheme -> reference to ``load(url, ctx)``, which gives a
+    `ds_checkpoint.storages.contract.Storage`; ctx is None in a command. A URL has no user and no
+    query in it.
+    """

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: the contract, the disk, and how a place is found by its address."""
