@@ -350,6 +350,7 @@ def test_a_privateuse1_device_needs_no_plugin() -> None:
     assert lines == ["privateuse1 fancy:1 fccl 2"] * 3 + ["None None [1.0]"]
 
 
+@pytest.mark.slow
 def test_a_privateuse1_device_that_is_away_is_told() -> None:
     code = """
     print(get_accelerator(Plugins()).name)

@@ -167,6 +167,7 @@ class StagedWhole(Staged, Whole):
 PIPELINED_SP = {"sequence_parallel": {"size": 2, "inputs": {"inputs": 1, "labels": 1}}}
 
 
+@pytest.mark.fast_cases(test_trains_as_one_process=())
 class TestPipelineTensor(Trained, Staged):
     configs = {4: {**tp(2)}}
 

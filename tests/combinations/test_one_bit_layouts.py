@@ -109,6 +109,7 @@ CASES = [("dp", 2), ("tp", 2), ("tp", 4), ("ep", 2), ("ep", 4), ("ep tp", 4), ("
 CASES += [("pp tp", 4), ("pp tp", 8)]
 
 
+@pytest.mark.fast_cases("tp-4")
 @pytest.mark.parametrize(
     ("layout", "world"),
     [c if c in (("tp", 4), ("pp", 4)) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],

@@ -100,6 +100,19 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.fast_cases(
+    "dp-Muon-2-1--0.3",
+    "dp-Lamb-2-3-nvme-0.0",
+    "tp-Muon-2-0--0.3",
+    "tp-Lamb-2-1--0.3",
+    "tp-Muon-4-3-nvme-0.3",
+    "sp-Muon-2-3--0.0",
+    "dp-AdamMini-2-2-nvme-0.3",
+    "dp-NorMuon-2-1-cpu-0.3",
+    "ep-Shampoo-2-2--0.3",
+    "tp-Dion-4-1-cpu-0.3",
+    "spare-GaLore-2-3--0.3",
+)
 @pytest.mark.parametrize(
     ("layout", "kind", "world", "stage", "offload", "clip"),
     [
@@ -181,6 +194,7 @@ ROUTES = [
 FAST_ROUTES = (ROUTES[0], ("SOAP", ("tp", 2, 4, 2), ("dp", 3, 2, 2)))
 
 
+@pytest.mark.fast_cases("SOAP-first1-then1")
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
     [
@@ -279,6 +293,7 @@ def averages(layout: str, stage: int, dtype: str) -> list[float]:
     return [weights, max(abs(x - wanted) for x in losses), back, moved]
 
 
+@pytest.mark.fast_cases("tp-2-bfloat16")
 @pytest.mark.parametrize(
     ("layout", "stage", "dtype"),
     [

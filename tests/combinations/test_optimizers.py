@@ -147,6 +147,7 @@ ALL = [
 ]
 
 
+@pytest.mark.fast_cases("Lamb-2-0-0.3", "Lamb-4-1-0.3")
 @pytest.mark.parametrize(
     ("kind", "world", "stage", "clip"),
     [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SAMPLE)],

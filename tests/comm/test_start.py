@@ -253,6 +253,7 @@ def test_what_is_wrong_with_answers_names_the_plugins(monkeypatch: pytest.Monkey
         find_own(rank=0, plugins=answering(monkeypatch, desk=same))
 
 
+@pytest.mark.slow
 def test_two_processes_by_a_file(tmp_path: Path) -> None:
     method = f"file://{tmp_path / 'store'}"
     both = [

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from pages import DOCS, ROOT, name_of, pages
 
-pytestmark = pytest.mark.slow
+# The build takes minutes, on a busy machine many.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

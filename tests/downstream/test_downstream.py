@@ -38,6 +38,7 @@ CHANGED = (
 """The kinds whose contract has changed since: their own tests run with every commit."""
 
 
+@pytest.mark.slow
 def test_contract_1_is_declared_and_what_changed_since_passes_its_own_tests(
     contract_1: Path,
 ) -> None:

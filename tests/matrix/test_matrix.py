@@ -50,7 +50,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.fast_cases("many at once", "a stage without experts")
+@pytest.mark.fast_cases("many at once")
 @pytest.mark.parametrize("name", [*SAMPLE, *FOUND])
 def test_a_row_trains_as_one_process(name: str, tmp_path: Path) -> None:
     row = matrix.row_of({**SAMPLE, **FOUND}[name])

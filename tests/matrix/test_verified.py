@@ -37,6 +37,7 @@ def test_pipelines_that_divide_sequences_are_refused() -> None:
     assert "pipeline" in result["said"] and "sequence_parallel.size" in result["said"]
 
 
+@pytest.mark.slow
 def test_the_rows_are_as_many_as_asked_and_all_differ() -> None:
     rows = verified.chosen(90)
     assert len({matrix.title(row) for row in rows}) == 90

@@ -128,6 +128,14 @@ print(json.dumps(answers))
     return answers
 
 
+@pytest.mark.fast_cases(
+    "acme.every",
+    "acme.events",
+    "acmee",
+    "optimizer.type",
+    "optimizer.params.lr",
+    "scheduler.params.evry",
+)
 @pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[words[0] for _, words in MISTAKES])
 def test_a_mistake_in_what_acme_owns_is_named(answers: list[str], index: int) -> None:
     _, words = MISTAKES[index]
@@ -166,6 +174,7 @@ def test_its_command_stands_beside_our_own(acme: Path) -> None:
     assert run([dscore, "acme", "--name", "ds"], env=env).strip() == "acme greets ds"
 
 
+@pytest.mark.slow
 def test_its_options_stand_beside_those_of_dscore_run(acme: Path, tmp_path: Path) -> None:
     env = clean_environment(PYTHONPATH=str(acme))
     dscore = str(Path(sys.executable).with_name("dscore"))

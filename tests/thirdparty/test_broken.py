@@ -79,6 +79,7 @@ print(json.dumps([(r.found.name, r.state.value, r.why) for r in Plugins().probe_
         assert [w for w in [*words, "broken-ds 0.0.1"] if w not in why] == [], why
 
 
+@pytest.mark.fast_cases("plugins")
 @pytest.mark.parametrize("command", ["plugins", "doctor"])
 def test_the_command_line_shows_it_and_why(site: Path, command: str) -> None:
     env = clean_environment(PYTHONPATH=str(site))
@@ -90,6 +91,7 @@ def test_the_command_line_shows_it_and_why(site: Path, command: str) -> None:
     assert "a_library_nobody_has" in output
 
 
+@pytest.mark.fast_cases("broken_hook", "broken_gone")
 @pytest.mark.parametrize("name", sorted(REASONS))
 def test_naming_it_is_fatal_with_distribution_module_and_cause(site: Path, name: str) -> None:
     output = compose(site, PLAIN | {name: {}}, status=-1)

@@ -273,6 +273,7 @@ def test_a_script_that_ends_without_closing_loses_nothing_and_writes_once(tmp_pa
     assert read(tmp_path) == [("loss", 1.0, 1)]
 
 
+@pytest.mark.slow
 def test_a_failure_at_the_end_is_one_warning_with_the_number_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

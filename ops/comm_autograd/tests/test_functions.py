@@ -114,6 +114,7 @@ def test_values_and_gradients(world: int, kind: str) -> None:
         assert max(off.values()) < 1e-14, off
 
 
+@pytest.mark.fast_cases("uneven")
 @pytest.mark.parametrize("kind", SHAPE)
 def test_compiled_in_one_graph(kind: str) -> None:
     for off in run_ranks(2, errors, 2, kind, True):

@@ -28,6 +28,19 @@ from ds_core.errors import CommError
 PROVIDER = "ds_comm_gloo:GlooCollectives"
 
 
+@pytest.mark.fast_cases(
+    test_holds=(
+        "small_reductions",
+        "averages_at_the_edge_of_fp16",
+        "strides_and_parameters",
+        "gathers_in_place",
+        "other_collectives",
+        "messages",
+        "groups",
+        "objects",
+    ),
+    test_reductions_around_the_thresholds=(),
+)
 class TestComposed(CollectivesConformance):
     """The same bits as one process that adds in rank order."""
 
@@ -54,6 +67,7 @@ def sweep_large(dtype: torch.dtype, ops: list[str]) -> None:
         check_reductions(2 * gloo.CHUNK_BYTES // dtype.itemsize + 5, dtype, op, async_op=True)
 
 
+@pytest.mark.fast_cases("2-dtype0-ops0")
 @pytest.mark.parametrize(
     ("size", "dtype", "ops"),
     [

@@ -49,6 +49,7 @@ def checked(layout: str, checks: list[str]) -> None:
         CHECKS[check](False)
 
 
+@pytest.mark.fast_cases("aab-checks0")
 @pytest.mark.parametrize(
     ("layout", "checks"),
     [
@@ -130,7 +131,7 @@ def several_blocks(layout: str) -> None:
         two_level.MESSAGE, two_level.DIRECT = before
 
 
-@pytest.mark.fast_cases("abab", "aaab")
+@pytest.mark.fast_cases("abab")
 @pytest.mark.parametrize("layout", ["aabb", "abab", "aaab", "abca"])
 def test_bits_of_several_blocks(layout: str) -> None:
     run_ranks(4, several_blocks, layout)

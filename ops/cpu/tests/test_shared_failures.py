@@ -51,6 +51,7 @@ def lose_one(how: str) -> None:
             work.wait()
 
 
+@pytest.mark.fast_cases("2-amid", "3-before")
 @pytest.mark.parametrize(("size", "how"), [(2, "amid"), (4, "amid"), (3, "before")])
 def test_a_killed_rank_is_named_at_once(size: int, how: str) -> None:
     begin = time.monotonic()

@@ -142,6 +142,7 @@ def test_a_linked_folder_is_refused(
         build.build(tiny)
 
 
+@pytest.mark.fast_cases("link", "others may write", "changed", "unloadable")
 @pytest.mark.parametrize(
     "how", ["link", "fifo", "others may write", "cut off", "changed", "unloadable"]
 )

@@ -33,6 +33,7 @@ def build_package(what: str, folder: Path, out: Path, **environment: str) -> Pat
     return out / done.stderr.split()[-1]
 
 
+@pytest.mark.fast_cases("ds_ops_cpu")
 @pytest.mark.parametrize("name", COMPILED)
 def test_an_sdist_builds_a_wheel_outside_of_a_clone(name: str, tmp_path: Path) -> None:
     with tarfile.open(build_package("sdist", COMPILED[name], tmp_path)) as archive:

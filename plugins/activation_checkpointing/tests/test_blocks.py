@@ -66,6 +66,7 @@ def equal(kind: str, world: int) -> None:
             assert torch.equal(value, got[name]), f"{kind} {sections} {name}: {value - got[name]}"
 
 
+@pytest.mark.fast_cases("named", "budget")
 @pytest.mark.parametrize("kind", list(SECTIONS))
 def test_the_numbers_are_those_without_recomputation(kind: str) -> None:
     run_ranks(2, equal, kind, 2)

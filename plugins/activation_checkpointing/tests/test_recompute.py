@@ -312,6 +312,7 @@ def test_what_a_policy_computes_again(policy: str) -> None:
     assert (counted.ran[FLASH], counted.ran["addmm"]) == AGAIN[policy]
 
 
+@pytest.mark.fast_cases("keep_matmuls", "keep_attention")
 @pytest.mark.parametrize("policy", AGAIN)
 def test_a_compiled_region_computes_the_same_again(policy: str) -> None:
     """As one graph; operators are counted in the graph of its backward."""

@@ -126,6 +126,7 @@ print("events", sorted(set(seen)))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_or_executed(tmp_path: Path) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

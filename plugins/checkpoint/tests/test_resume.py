@@ -32,7 +32,7 @@ def second_life(folder: str, mode: str, steps: int = 5) -> Any:
     return losses_of(engine, steps), everything(engine)
 
 
-@pytest.mark.fast_cases("fp16-2", "fp16 stage 2-2", "fp16 stage 3-2")
+@pytest.mark.fast_cases("fp16-2", "fp16 stage 3-2")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("mode", [*MODES, *ZERO])
 def test_resume_is_bit_identical(ranks: Any, tmp_path: Path, mode: str, world: int) -> None:

@@ -21,6 +21,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.fast_cases(
+    "--for 100M --gpus 1 --device-memory 80GB --precision fp32-None",
+    "--for 70B --gpus 8 --device-memory 24GB --precision fp16-zero2",
+)
 @pytest.mark.parametrize(
     ("words", "zero"),
     [
@@ -79,6 +83,7 @@ def test_it_says_what_is_lacking_and_writes_nothing(tmp_path: Path, words: str, 
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten_without_force() -> None:
     file = Path("ds_config.json")
     file.write_text("mine")

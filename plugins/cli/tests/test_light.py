@@ -11,14 +11,7 @@ from cli_runs import ROOT, dscore
 from ds_testing import processes
 
 
-@pytest.mark.fast_cases(
-    "--help",
-    "plugins",
-    "run --help",
-    "run no_such_script.py",
-    "config explain fp16",
-    "config check",
-)
+@pytest.mark.fast_cases("plugins", "run --help", "run no_such_script.py", "config check")
 @pytest.mark.parametrize(
     "words",
     [

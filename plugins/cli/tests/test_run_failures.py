@@ -209,6 +209,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(
     script: Any, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_port_can_be_chosen_and_one_in_use_is_named(
     assert "choose another one with MASTER_PORT or --master-port" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "meet",
     [

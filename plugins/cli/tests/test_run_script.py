@@ -143,6 +143,7 @@ if __name__ == "__main__":
     assert err.splitlines()[-1].endswith("OSError: hooked")
 
 
+@pytest.mark.slow
 def test_observers_of_the_failure_hear_of_it_and_its_traceback_is_shown_once(
     script: Any, tmp_path: Path, capfd: Any
 ) -> None:

@@ -65,6 +65,7 @@ def test_keys_of_the_scripts_config_are_replaced(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_file_of_the_scripts_arguments_is_replaced_in_part_too(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     file.write_text('{"train_batch_size": 4, "zero_optimization": {"stage": 1}}')
@@ -89,12 +90,14 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert "s3cret" not in said
 
 
+@pytest.mark.slow
 def test_what_does_not_go_with_the_scripts_config_ends_the_run(tmp_path: Path) -> None:
     code, config, said = run(tmp_path, "--set", "train_micro_batch_size_per_gpu=3")
     assert (code != 0, config) == (True, None)
     assert "train_batch_size 4 is not train_micro_batch_size_per_gpu 3" in said
 
 
+@pytest.mark.fast_cases("words0")
 @pytest.mark.parametrize("words", [("--show",), ()])
 def test_options_of_plugins_keep_it(tmp_path: Path, words: tuple[str, ...]) -> None:
     """With an option of a plugin the words are parsed a second time."""

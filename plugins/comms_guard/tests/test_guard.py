@@ -105,6 +105,7 @@ def disagree(how: str) -> None:
     print("went on")
 
 
+@pytest.mark.fast_cases("2-label-words0", "2-size-words1", "4-kind-words5", "4-groups-words6")
 @pytest.mark.parametrize(
     ("size", "how", "words"),
     [

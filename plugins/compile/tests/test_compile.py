@@ -70,6 +70,7 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 _slow = pytest.mark.slow
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=_slow), pytest.param(1, marks=_slow), 2, 3]
 )
@@ -85,6 +86,7 @@ def test_one_process_compiles_the_whole_model() -> None:
     assert compiled_run(0, 1, {}) == (1, 0, [""])
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_config_compiles_without_a_call(by_hand: bool) -> None:
     """A script that calls engine.compile() all the same compiles anew."""

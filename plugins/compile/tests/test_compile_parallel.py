@@ -92,6 +92,7 @@ RECOMPUTED = {"activation_checkpointing": {"policy": "keep_attention"}}
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "stage", "backend"),
     [

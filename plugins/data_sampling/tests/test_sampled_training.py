@@ -106,6 +106,7 @@ def curriculum(folder: Path) -> dict[str, Any]:
 FAST = ("tokens", "packed")
 
 
+@pytest.mark.fast_cases("tokens")
 @pytest.mark.parametrize(
     "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
 )

@@ -94,6 +94,7 @@ def run_until(
     }
 
 
+@pytest.mark.fast_cases("config0")
 @pytest.mark.parametrize(
     "config", [{}, {"zero_optimization": {"stage": 2}, "checkpoint": {"async": True}}]
 )
@@ -234,6 +235,7 @@ def example(folder: str, steps: int) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_goes_on_with_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, example, str(tmp_path), 51)[0].endswith(", 1 ranks\n")
     said = ranks(2, example, str(tmp_path), 100)[0].splitlines()

@@ -119,6 +119,7 @@ def requests(random: Random, count: int) -> list[Request]:
     return made
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cache_that_is_too_small_changes_no_answer_and_leaks_nothing(seed: int) -> None:
     random = Random(seed)

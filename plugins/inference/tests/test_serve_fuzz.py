@@ -209,6 +209,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return open_model(folder, None, Choices(threads=1))
 
 
+@pytest.mark.slow
 def test_some_hundred_requests_change_nothing(served: Served) -> None:
     statuses, _ = asyncio.run(fuzz(served, 300))
     # both what is answered and what is refused

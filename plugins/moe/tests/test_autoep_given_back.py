@@ -99,6 +99,7 @@ def all_alike(listed: bool, dtype: str) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("listed", [False, True])
 def test_ranks_end_alike(listed: bool) -> None:

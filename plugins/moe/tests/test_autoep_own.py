@@ -289,6 +289,7 @@ def in_stages(stages: int, ep: int) -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_experts_are_divided_inside_pipeline_stages() -> None:
     assert max(run_ranks(4, in_stages, 2, 2)) < 1e-12
     assert max(run_ranks(2, in_stages, 2, 1)) < 1e-12

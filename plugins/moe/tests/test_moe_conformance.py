@@ -41,12 +41,14 @@ class _Conformance(RunnerConformance):
         ]
 
 
+@pytest.mark.fast_cases(test_train_batch_is_plain_torch=())
 class TestEp1Top1(_Conformance):
     worlds = (1, 2)
     make_model = staticmethod(m.one_top1)
     make_truth = staticmethod(m.plain_top1)
 
 
+@pytest.mark.fast_cases(test_an_iterator_that_ends_early_changes_nothing=())
 class TestEp2Top1(_Conformance):
     worlds = (2, 4)
     make_model = staticmethod(m.two_top1)

@@ -123,7 +123,7 @@ def overflows(ep: int, stage: int) -> list[Any]:
     return [*answers, finite]
 
 
-@pytest.mark.fast_cases("0", "2")
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_all_ranks_agree_on_an_overflow(stage: int) -> None:
     for answer in run_ranks(4, overflows, 2, stage):

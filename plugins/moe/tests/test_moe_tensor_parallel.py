@@ -35,6 +35,7 @@ def held(cut: bool) -> list[Any]:
     return [found["experts.stacked.0.weight"], found["gate.wg.weight"]]
 
 
+@pytest.mark.slow
 def test_experts_that_are_cut_over_tp_differ_over_it() -> None:
     assert run_ranks(4, held, True) == [[["ep", "tp"], []]] * 4
     assert run_ranks(4, held, False) == [[["ep"], []]] * 4

@@ -51,6 +51,7 @@ def _train(folder: str, config: dict[str, Any], load: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.fast_cases("saver2-loader2")
 @pytest.mark.parametrize(("saver", "loader"), [(LOAD, LOAD), (LOAD, {}), ({}, LOAD)])
 def test_checkpoints_are_exchanged_with_the_cores(saver: Any, loader: Any, tmp_path: Path) -> None:
     whole = run_ranks(2, _train, str(tmp_path / "saved"), saver, False)

@@ -182,6 +182,9 @@ def against_simulation(kind: str, steps: int, clip: float, gas: int, plain: bool
     return worst
 
 
+@pytest.mark.fast_cases(
+    "OneBitLamb-0.0-2-True", "OneBitAdam-0.3-2-False", "ZeroOneAdam-0.0-1-False"
+)
 @pytest.mark.parametrize(
     ("kind", "clip", "gas", "plain"),
     [
@@ -226,6 +229,7 @@ def resumed(kind: str, folder: str, at: int, steps: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.fast_cases("ZeroOneAdam-35")
 @pytest.mark.parametrize(
     ("kind", "at"),
     [
@@ -263,6 +267,7 @@ def loaded_by_four(kind: str, folder: str) -> tuple[int, float]:
     return kept, worst
 
 
+@pytest.mark.fast_cases("OneBitLamb")
 @pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
 def test_more_ranks_begin_without_errors(kind: str, tmp_path: Path) -> None:
     run_ranks(2, saved_by_two, kind, str(tmp_path))
@@ -312,6 +317,7 @@ def converges(kind: str) -> dict[str, float]:
     return {"first": losses[0], "last": sum(losses[-10:]) / 10, "logged": logged, **told}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -103,6 +103,7 @@ def errors_of(stage: int, steps: int, folder: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.fast_cases("3-20")
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]

@@ -322,6 +322,7 @@ class Postponing(Kernels):
         return kernel
 
 
+@pytest.mark.fast_cases("Lion", "SGD", "AdamMini", "Lamb", "Muon")
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "Lion", "SGD", "AdamMini", "Lamb", "Muon"])
 def test_many_parameters_are_handed_out_in_portions(name: str) -> None:
     """Where the kernel can begin with some while others are prepared, and an update is nothing but

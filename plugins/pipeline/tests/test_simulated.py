@@ -239,6 +239,7 @@ def test_every_schedule_is_accepted_and_right(name: str, m: int, s: int, c: int)
     assert accepts(make)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(names, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.data())
 def test_validator_and_simulation_agree_about_changed_schedules(

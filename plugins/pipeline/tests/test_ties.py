@@ -115,7 +115,7 @@ def trains(stage: int) -> list[tuple[float, Tensor]]:
     return [_trains(case, stage) for case in CASES]
 
 
-@pytest.mark.fast_cases("4-0", "2-3")
+@pytest.mark.fast_cases("4-0")
 @pytest.mark.parametrize(
     ("world", "stage"),
     [(2, 0), (4, 0), (2, 3), *(pytest.param(4, s, marks=pytest.mark.slow) for s in (1, 2, 3))],

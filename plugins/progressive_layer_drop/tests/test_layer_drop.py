@@ -141,6 +141,7 @@ def test_one_rank_does_what_plain_torch_does(gas: int, tmp_path: Path) -> None:
     assert ran.count(False) > 6
 
 
+@pytest.mark.fast_cases("2-0", "2-3")
 @pytest.mark.parametrize(
     ("world", "stage"),
     [

@@ -181,6 +181,7 @@ recorder.end("finished")
 """
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_script_that_fails_after_training_has_failed(tmp_path: Path, launched: bool) -> None:
     script = tmp_path / "train.py"

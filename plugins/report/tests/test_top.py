@@ -197,6 +197,7 @@ def running(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
 DSCORE = [sys.executable, "-c", "from ds_cli import main; main()"]
 
 
+@pytest.mark.slow
 def test_lines_until_the_run_dies(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
     folder, process = running
     command = [*DSCORE, "top", str(folder), "--every", "0.1"]
@@ -269,6 +270,7 @@ def longest(shown: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_terminal_resize_and_ctrl_c(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
     terminal = Terminal(str(running[0]), "--every", "0.1")
     try:

@@ -149,6 +149,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.fast_cases("4-1-2-3")
 @pytest.mark.parametrize(("world", "ep", "tp", "stage"), SAVED)
 def test_any_size_and_partitioner_reads_what_another_saved(
     world: int, ep: int, tp: int, stage: int, tmp_path: Path

@@ -179,6 +179,7 @@ def undivided() -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_without_a_size_nothing_is_divided() -> None:
     run_ranks(2, undivided)
 

@@ -39,6 +39,7 @@ def step(engine: Any) -> None:
     engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_ds")
 def test_the_chosen_step_is_written(tmp_path: Path) -> None:
     engine = started(tmp_path / "memory")

@@ -37,6 +37,11 @@ class Unnamed(Wrong):
     values: ClassVar = {"value": {"scaling": {"refuses": "unnamed"}}}
 
 
+@pytest.mark.fast_cases(
+    "BySlice-value under 'tp': rank 0 has .* off by",
+    "Unnamed-value under 'zero 1': the refusal names none of",
+    "Wrong-set `values`",
+)
 @pytest.mark.parametrize(
     ("kit", "words"),
     [

@@ -44,6 +44,9 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
 # -- what the core offers passes -------------------------------------------------------------------
 
 
+@pytest.mark.fast_cases(
+    test_every_layout_trains_as_one_process=(), test_a_checkpoint_is_resumed_in_another_layout=()
+)
 class TestCoreOptimizers(OptimizerConformance):
     plugin = "ds_core.setup.builtin"
     params = {name: {"lr": 0.01} for name in ("Adam", "AdamW", "SGD", "Adagrad")}

@@ -37,6 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_new_plugin_is_whole(site: Path) -> None:
     dscore = str(Path(sys.executable).with_name("dscore"))
     env = clean_environment(PYTHONPATH=str(site))

@@ -12,6 +12,7 @@ from ds_testing import OptimizerConformance
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.mark.fast_cases(test_every_layout_trains_as_one_process=())
 class TestNormed(OptimizerConformance):
     """Right in ZeRO, and refused where ranks have parts."""
 

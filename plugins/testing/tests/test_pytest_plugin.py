@@ -84,6 +84,7 @@ def test_fixtures_and_markers(tmp_path: Path) -> None:
             os.kill(int(pid), 0)
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_kit_says_what_the_kit_asks_for(tmp_path: Path) -> None:
     suite = (
         "from ds_testing import KernelConformance\nclass TestMine(KernelConformance): "

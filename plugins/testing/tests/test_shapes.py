@@ -137,6 +137,7 @@ def test_here_and_in_workers(ranks):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases("ds_optimizers ds_moe")
 @pytest.mark.parametrize("packages", ["ds_optimizers ds_moe", ""])
 def test_the_option_of_pytest(tmp_path: Path, packages: str) -> None:

@@ -48,6 +48,7 @@ def _slow_but(name: str, fast: bool) -> Any:
     return pytest.param(name, marks=() if fast else pytest.mark.slow)
 
 
+@pytest.mark.fast_cases("bf16, stage 3")
 @pytest.mark.parametrize("layout", [_slow_but(name, name in FAST) for name in CLEAN])
 def test_a_right_run_is_equal(tmp_path: Path, layout: str) -> None:
     report = verify(run_ranks, tmp_path, CLEAN[layout])

@@ -67,6 +67,7 @@ def product(few: Collection[tuple[Any, ...]], *columns: Iterable[Any]) -> list[A
     ]
 
 
+@pytest.mark.fast_cases("bf16-3-2")
 @pytest.mark.parametrize(
     ("name", "stage", "world"),
     product([("fp32", 2, 1), ("bf16", 3, 2)], CASES, STAGES, WORLDS),

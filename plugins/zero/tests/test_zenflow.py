@@ -130,7 +130,7 @@ def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 STEP = {"topk_ratio": 0.25, "select_strategy": "step"}
 
 
-@pytest.mark.fast_cases("2-keys3-1-2-2", "3-keys4-1-6-2", "1-keys5-1-100-2")
+@pytest.mark.fast_cases("3-keys4-1-6-2", "1-keys5-1-100-2")
 @pytest.mark.parametrize(
     ("stage", "keys", "gas", "choose_every", "world"),
     [
@@ -312,6 +312,7 @@ def resumed(folder: str, zero: dict[str, Any], steps: int) -> tuple[dict[str, Te
     return found, began
 
 
+@pytest.mark.fast_cases("keys2-4-6-source2-target2")
 @pytest.mark.parametrize(
     ("keys", "choose_every", "steps", "source", "target"),
     [

@@ -145,7 +145,7 @@ def set_states(truth: Truth, params: dict[str, Any]) -> None:
     truth.publish()
 
 
-@pytest.mark.fast_cases("0-2", "3-1", "3-2")
+@pytest.mark.fast_cases("3-1", "3-2")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3]
@@ -164,7 +164,7 @@ def test_what_is_set_is_what_the_step_uses(stage: int, world: int) -> None:
             assert {k: v for k, v in errors.items() if v > limit} == {}, name
 
 
-@pytest.mark.fast_cases("1-cpu", "3-disk")
+@pytest.mark.fast_cases("3-disk")
 @pytest.mark.parametrize(("stage", "place"), [(1, "cpu"), (2, "disk"), (3, "cpu"), (3, "disk")])
 def test_wherever_states_rest(stage: int, place: str, tmp_path: Any) -> None:
     for what, name in itertools.product((read, write), ("fp64", "bf16")):

@@ -107,6 +107,7 @@ def adamw(
     return found
 
 
+@pytest.mark.fast_cases("whole-to-elements-float64-1e-12")
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [("float64", 1e-12), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)],

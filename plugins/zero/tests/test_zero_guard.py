@@ -63,6 +63,7 @@ def guarded_losses(stage: int, how: str, guarded: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.fast_cases("3-skip-words0", "3-branch-words1")
 @pytest.mark.parametrize(
     ("stage", "how", "words"),
     [
@@ -91,6 +92,7 @@ def test_all_ranks_are_told_who_parted_from_whom_and_where(
         assert all(word in told for word in words) or (how == "skip" and apart), told
 
 
+@pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_honest_job_trains_as_without_the_guard(stage: int) -> None:
     """In stages 1 and 2 ranks may run different modules."""

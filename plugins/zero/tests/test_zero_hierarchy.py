@@ -140,6 +140,7 @@ def on_two_hosts(zero: dict[str, Any]) -> tuple[dict[str, float], dict[str, list
         return found, crossings(zero, {})
 
 
+@pytest.mark.slow
 def test_shards_cross_once_where_groups_are_on_several_hosts() -> None:
     zero = {"mics_shard_size": 4, "mics_hierarchical_params_gather": True}
     plain = run_ranks(4, crossings, {"mics_shard_size": 4}, {})[0]

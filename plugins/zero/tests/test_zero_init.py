@@ -88,7 +88,7 @@ def test_shards_rest_on_disk(world: int, tmp_path: Any) -> None:
         assert files > 3
 
 
-@pytest.mark.fast_cases("float32-1", "float32-2", "bfloat16-4")
+@pytest.mark.fast_cases("float32-1", "float32-2")
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_equals_plain_construction(world: int, name: str) -> None:

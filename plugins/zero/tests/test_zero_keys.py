@@ -348,15 +348,7 @@ def worst_of_stages(config: dict[str, Any], gas: int) -> float:
     return worst
 
 
-@pytest.mark.fast_cases(
-    "1-config0-0.002",
-    "2-config1-1e-06",
-    "1-config2-1e-06",
-    "2-config3-1e-06",
-    "1-config4-1e-06",
-    "2-config5-1e-06",
-    "1-config6-0.01",
-)
+@pytest.mark.fast_cases("2-config3-1e-06", "2-config1-1e-06", "1-config0-0.002")
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [
@@ -395,6 +387,7 @@ def bits(stage: int, dtype: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.fast_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_stage_gives_the_bits_of_stage_0(dtype: str) -> None:
     truth = run_ranks(2, bits, 0, dtype)[0]

@@ -44,14 +44,10 @@ def difference(
 
 
 @pytest.mark.fast_cases(
-    "1-offload1-bfloat16-1-2",
-    "2-offload3-float16-1-2",
     "3-offload6-bfloat16-1-4",
-    "3-offload7-float32-4-2",
     "3-offload10-float16-1-2",
-    "3-offload11-float32-1-2",
-    "3-offload12-float32-1-2",
-    "3-offload14-bfloat16-1-2",
+    "2-offload3-float16-1-2",
+    "1-offload1-bfloat16-1-2",
 )
 @pytest.mark.parametrize(
     ("stage", "offload", "dtype", "gas", "world"),
@@ -183,8 +179,6 @@ def alone() -> tuple[float, bool]:
     "3-nvme-float32-4-2-more1",
     "3-disk-float16-1-1-more3",
     "1-disk-bfloat16-4-2-more4",
-    "3-disk-float32-1-4-more7",
-    "3-disk-float16-1-2-more9",
     "3-cpu-bfloat16-1-2-more10",
 )
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
     return worst
 
 
-@pytest.mark.fast_cases("2 ranks", "2 blocks", "2 blocks, LoCo")
+@pytest.mark.fast_cases("2 ranks", "2 blocks, LoCo")
 @pytest.mark.parametrize(
     ("world", "zero", "block", "dtype"),
     [
@@ -224,6 +224,7 @@ def gathered(zero: dict[str, Any]) -> tuple[float, bool, bool]:
     )
 
 
+@pytest.mark.fast_cases("2 ranks", "3 ranks, offload")
 @pytest.mark.parametrize(
     ("world", "zero"),
     [(2, QWZ), (3, {**QWZ, "offload_param": {"device": "cpu"}}), (4, {**QWZ, **BLOCKS})],

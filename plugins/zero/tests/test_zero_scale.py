@@ -261,6 +261,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean_ds")  # a group that another test of this process has left
 @pytest.mark.parametrize(("name", "stage", "world", "rank"), CASES)
 def test_one_process_as_one_rank_of_many(name: str, stage: int, world: int, rank: int) -> None:

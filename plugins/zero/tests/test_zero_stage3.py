@@ -306,9 +306,7 @@ def errors_of(name: str, direct: bool, gas: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.fast_cases(
-    "Twice-False", "External-False", "Returned-False", "ReentrantShared-False", "Dynamic-False"
-)
+@pytest.mark.fast_cases("External-False", "ReentrantShared-False", "Dynamic-False")
 @pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_way_of_using_modules(name: str, direct: bool) -> None:

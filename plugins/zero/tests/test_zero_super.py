@@ -273,9 +273,7 @@ def disturbed(name: str, stage: int) -> tuple[bool, int, int]:
     return both(stage, "float32", between=globals()[name])
 
 
-@pytest.mark.fast_cases(
-    "learning_rate-3", "evaluation-2", "read-3", "late-2", "again-3", "dropped-2"
-)
+@pytest.mark.fast_cases("again-3", "late-2", "dropped-2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     "between", ["learning_rate", "evaluation", "read", "late", "again", "dropped"]

@@ -135,6 +135,7 @@ def check_custom_loading(engine: Any, folder: str, names: list[str], bias: Tenso
     assert torch.equal(found["a.bias"], bias.double())
 
 
+@pytest.mark.fast_cases("3-offload", "2-device")
 @pytest.mark.parametrize(
     "section", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "offload"]
 )

@@ -70,7 +70,7 @@ def dropped(bf16: bool) -> list[str]:
     return left
 
 
-@pytest.mark.fast_cases("1-False", "2-True")
+@pytest.mark.fast_cases("2-True")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_zero_grad_of_optimizer_and_module_drops_gradients(world: int, bf16: bool) -> None:
@@ -110,6 +110,7 @@ def read_and_set(stage: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_both_kinds_of_backward_give_the_same_gradients(world: int) -> None:
     for stage in STAGES:
