@@ -79,22 +79,37 @@ class WeightOwner(Partitioner):
 
 
 class WeightHandle(ABC):
-    """How to gather, write and release one ZeRO-managed parameter."""
+    """How to gather, write and release one ZeRO-managed parameter.
+
+    Its attributes stay the same for as long as one owner has the weight.
+    """
 
     param: nn.Parameter
+    # The parameter's name in messages.
+    name: str
+    # Shape and device of the unsharded weight.
+    shape: torch.Size
+    device: torch.device
+    # The global ranks that share the parameter, and their process group.
+    ranks: tuple[int, ...]
+    group: Any
     # Sort key, equal on all ranks: collectives for several parameters go in this order.
     order: tuple[int, ...]
+    # Whether the weight is sharded while it is not in use.
+    sharded_at_rest: bool
     # Whether writes that would be lost are errors, see ``enable_sanity_checks``.
-    checks = False
+    checks: bool
+    # The parameters of the same owner that are inside a `GatheredParameters`.
+    contexts: set[nn.Parameter]
 
     @property
-    @abstractmethod
     def in_context(self) -> bool:
         """Whether the parameter is inside a `GatheredParameters`."""
+        return self.param in self.contexts
 
     @in_context.setter
-    @abstractmethod
-    def in_context(self, value: bool) -> None: ...
+    def in_context(self, value: bool) -> None:
+        (self.contexts.add if value else self.contexts.discard)(self.param)
 
     @property
     @abstractmethod
@@ -103,23 +118,8 @@ class WeightHandle(ABC):
 
     @property
     @abstractmethod
-    def sharded_at_rest(self) -> bool:
-        """Whether the weight is sharded while it is not in use."""
-
-    @property
-    @abstractmethod
     def held(self) -> bool:
         """Whether a caller keeps the weight unsharded now, as `GatheredParameters` does."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """Shape of the unsharded weight."""
-
-    @property
-    @abstractmethod
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that share the parameter."""
 
     @abstractmethod
     def unshard(self) -> None:
@@ -163,11 +163,6 @@ class WeightHandle(ABC):
             f"{list(self.ranks)}; give one of those, or 0 for the first of each parameter's ranks"
         )
 
-    @property
-    def name(self) -> str:
-        """The parameter's name in messages."""
-        return str(getattr(self.param, "ds_id", "?"))
-
     def _check(self) -> None:
         """Check that the parameter still has its device and shape."""
         if self.param.device.type != self.device.type:
@@ -181,34 +176,24 @@ class WeightHandle(ABC):
                 f"{tuple(self.param.shape)} inside GatheredParameters; keep its shape"
             )
 
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Device of the unsharded weight."""
-
-    @property
-    @abstractmethod
-    def group(self) -> Any:
-        """The process group of `ranks`; None for one rank."""
-
 
 class _InitWeight(WeightHandle):
     """A parameter that `Init` has sharded, and no engine owns yet."""
 
     def __init__(self, param: nn.Parameter, sharded: ShardedParam) -> None:
-        self.param = param
+        spec = sharded.spec
         self._sharded = sharded
+        self.param = param
+        self.name = str(getattr(param, "ds_id", "?"))
+        self.shape = sharded.shape
+        self.device = spec.device
+        self.ranks = spec.ranks
+        self.group = spec.group
         # Before all engines' parameters, in the order in which they were built.
         self.order = (0, sharded.serial)
-        self.checks = sharded.spec.checks
-
-    @property
-    def in_context(self) -> bool:
-        return self._sharded.in_context
-
-    @in_context.setter
-    def in_context(self, value: bool) -> None:
-        self._sharded.in_context = value
+        self.sharded_at_rest = True
+        self.checks = spec.checks
+        self.contexts = spec.in_context
 
     @property
     def is_sharded(self) -> bool:
@@ -217,26 +202,6 @@ class _InitWeight(WeightHandle):
     @property
     def held(self) -> bool:
         return bool(self._sharded.users)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._sharded.shape
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self._sharded.spec.ranks
-
-    @property
-    def device(self) -> torch.device:
-        return self._sharded.spec.device
-
-    @property
-    def group(self) -> Any:
-        return self._sharded.spec.group
-
-    @property
-    def sharded_at_rest(self) -> bool:
-        return True
 
     @untracked
     def unshard(self) -> None:
@@ -283,23 +248,24 @@ class _EngineWeight(WeightHandle):
     """A parameter of an engine of stage 1, 2 or 3."""
 
     def __init__(self, param: nn.Parameter, owner: WeightOwner, serial: int) -> None:
-        self.param = param
+        info = owner.ctx.params[param]
+        mesh = owner.ctx.mesh
         self._owner = owner
-        self._fragment = owner.fragments.get(param)
-        self._bucket = owner.bucket_of.get(param)
         self._unit = owner.unit_of.get(param)
-        self._info = owner.ctx.params[param]
+        # Frozen ones that stay replicated are in no bucket, and nobody moves them.
+        bucket = self._bucket = owner.bucket_of.get(param)
+        fragment = owner.fragments.get(param)
+        self.param = param
+        self.name = info.name
+        self.shape = param.shape if fragment is None else torch.Size(fragment.shape)
+        self.device = param.device if bucket is None else bucket.full.device
+        self.ranks = tuple(mesh.ranks(*info.replicas))
+        self.group = mesh.group(*info.replicas)
         # Of several engines the older one's first.
         self.order = (1, serial, owner.param_index[param])
+        self.sharded_at_rest = self._unit is not None
         self.checks = owner.section.enable_sanity_checks
-
-    @property
-    def in_context(self) -> bool:
-        return self.param in self._owner.in_context
-
-    @in_context.setter
-    def in_context(self, value: bool) -> None:
-        (self._owner.in_context.add if value else self._owner.in_context.discard)(self.param)
+        self.contexts = owner.in_context
 
     @property
     def is_sharded(self) -> bool:
@@ -309,57 +275,10 @@ class _EngineWeight(WeightHandle):
     def held(self) -> bool:
         return self._unit is not None and bool(self._unit.uses.callers)
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.param.shape if self._fragment is None else torch.Size(self._fragment.shape)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(self._owner.ctx.mesh.ranks(*self._info.replicas))
-
-    @property
-    def name(self) -> str:
-        return self._info.name
-
-    @property
-    def device(self) -> torch.device:
-        return self.param.device if self._bucket is None else self._bucket.full.device
-
-    @property
-    def group(self) -> Any:
-        return self._owner.ctx.mesh.group(*self._info.replicas)
-
-    @property
-    def sharded_at_rest(self) -> bool:
-        return self._unit is not None
-
     @untracked
     def unshard(self) -> None:
         if self._unit is not None:
             self._owner.pin(self._unit)
-
-    @untracked
-    def write_back(self, source: int) -> None:
-        self._check()
-        group = self.group
-        data = self.param.data
-        # Frozen, and in no bucket: there is no shard and no master to be written.
-        if self._bucket is None or self._fragment is None:
-            flat = data.contiguous()
-            if group is not None and flat.numel():
-                comm.broadcast(flat, src=source, group=group)
-            data.copy_(flat)
-            return
-        # Code may have assigned another tensor to `param.data`; the weight lives in the bucket.
-        view = self._bucket.view(self._bucket.full, self._fragment.index)
-        if data.data_ptr() != view.data_ptr() or data.stride() != view.stride():
-            view.copy_(data)
-            self.param.data = view
-        if group is not None and view.numel():
-            comm.broadcast(view, src=source, group=group)
-        # Each rank writes its own range into its shard and its master.
-        self._owner.settle()
-        self._bucket.write(self._fragment.index, view)
 
     @untracked
     def reshard(self) -> None:
@@ -367,17 +286,31 @@ class _EngineWeight(WeightHandle):
             self._owner.unpin(self._unit)
 
     @untracked
+    def write_back(self, source: int) -> None:
+        self._check()
+        self._spread(self.param.data, source)
+
+    @untracked
     def assign(self, value: Tensor) -> None:
-        group = self.group
-        value = value.to(self.device, self.param.dtype, copy=True).contiguous()
-        if group is not None and value.numel():
-            comm.broadcast(value, src=self.ranks[0], group=group)
+        self._spread(value.to(self.device, self.param.dtype, copy=True), self.ranks[0])
+
+    def _spread(self, value: Tensor, source: int) -> None:
+        """Make `value` of rank `source` the weight on all ranks, masters too."""
+        value = value.contiguous()
+        comm.broadcast(value, src=source, group=self.group)
+        bucket = self._bucket
+        if bucket is None:
+            self.param.data.copy_(value)
+            return
+        index = self._owner.fragments[self.param].index
         # A sharded weight needs no gather: its shards are written, and the next gather gives them.
         if not self.is_sharded:
+            # Code may have assigned another tensor to `param.data`; the weight is in the bucket.
+            self.param.data = bucket.view(bucket.full, index)
             self.param.data.copy_(value)
-        if self._bucket is not None and self._fragment is not None:
-            self._owner.settle()
-            self._bucket.write(self._fragment.index, value)
+        # Each rank writes its own range into its shard and its master.
+        self._owner.settle()
+        bucket.write(index, value)
 
 
 def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:

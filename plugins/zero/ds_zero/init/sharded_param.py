@@ -22,7 +22,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -102,6 +102,8 @@ class ShardSpec:
     checks: bool = False
     # Keeps the shards, in place of memory, except for small ones.
     store: StateStore | None = None
+    # The parameters that are inside a `GatheredParameters`.
+    in_context: set[nn.Parameter] = field(default_factory=set)
 
 
 def untracked(function: Callable[P, R]) -> Callable[P, R]:
@@ -137,8 +139,6 @@ class ShardedParam:
 
         # How many callers need the parameter unsharded now.
         self.users = 0
-        # Whether it is inside a `GatheredParameters`.
-        self.in_context = False
         # Whether the weight was handed on, usually to an engine.
         self.consumed = False
 
