@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_zero.comm.hierarchy import sharding_axes
-from ds_zero.init.sharded_param import mark_in_place
+from ds_zero.init.sharded_param import describe, mark_in_place
 from ds_zero.init.status import ZeroParamStatus
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
     for bucket in owner.buckets:
         for fragment in bucket.fragments:
             part = bucket.weights.parts[fragment.index]
-            _describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
+            describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
             if not bucket.weights.sharded:
                 _describe_unsharded(fragment.param)
     mesh = owner.ctx.mesh
@@ -34,23 +34,9 @@ def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
             info = owner.ctx.params[param]
             axes = sharding_axes(mesh, info.replicas)
             part = _part(param, mesh.index(*axes), mesh.size(*axes))
-            _describe(param, info.name, param.shape, part)
+            describe(param, info.name, param.shape, part)
             _describe_unsharded(param)
             mark_in_place(param)
-
-
-def _describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
-    """Set the documented attributes of a parameter of stage 3.
-
-    part: what this rank has of it, or would have.
-    """
-    param.ds_id = name
-    param.ds_tensor = part
-    param.ds_shape = shape
-    param.ds_numel = shape.numel()
-    param.ds_persist = False
-    # for code that clears it; modules that need the weight are in its unit
-    param.ds_active_sub_modules = set()
 
 
 def _describe_unsharded(param: Any) -> None:

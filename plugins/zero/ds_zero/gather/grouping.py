@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ds_zero.config import LEAF_CLASSES
-from ds_zero.gather.leaves import leaf_flag
+from ds_zero.gather.leaves import class_names, leaf_flag
 
 if TYPE_CHECKING:
     from ds_zero.config import LeafModules, ZeroConfig
@@ -128,11 +128,7 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
     matched: set[tuple[str, str]] = set()
     for name, module in root.named_modules():
         # By name, plain or dotted: the config has no objects. Subclasses match too.
-        classes = {
-            n
-            for c in type(module).__mro__
-            for n in (c.__name__, f"{c.__module__}.{c.__qualname__}")
-        }
+        classes = class_names(module)
         hits = [("classes", c) for c in wanted.classes if c in classes]
         hits += [("names", n) for n in wanted.names if n == name]
         hits += [("name_suffixes", s) for s in wanted.name_suffixes if name.endswith(s)]
@@ -142,13 +138,12 @@ def find_leaves(root: nn.Module, wanted: LeafModules) -> set[nn.Module]:
         if bool(hits) if flag is None else flag:
             found.add(module)
     # The defaults name classes of well-known models; most models have none of them.
-    entries = [("classes", c) for c in wanted.classes if c not in LEAF_CLASSES]
-    entries += [("names", n) for n in wanted.names] + [
-        ("name_suffixes", s) for s in wanted.name_suffixes
-    ]
-    for kind, entry in entries:
-        if (kind, entry) not in matched:
-            log.warning(
-                "zero_optimization.leaf_module.%s: no module of the model matches %r", kind, entry
-            )
+    for kind, entries in wanted:
+        for entry in entries:
+            if (kind, entry) not in matched and entry not in LEAF_CLASSES:
+                log.warning(
+                    "zero_optimization.leaf_module.%s: no module of the model matches %r",
+                    kind,
+                    entry,
+                )
     return found

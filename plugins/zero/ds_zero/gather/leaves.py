@@ -70,9 +70,13 @@ def _change(model: nn.Module, wanted: Any, flag: bool, strict: bool) -> list[nn.
 def _matches(module: nn.Module, entry: type | str) -> bool:
     if not isinstance(entry, str):
         return isinstance(module, entry)
-    return any(
-        entry in (c.__name__, f"{c.__module__}.{c.__qualname__}") for c in type(module).__mro__
-    )
+    return entry in class_names(module)
+
+
+def class_names(module: nn.Module) -> set[str]:
+    """The names of the module's class and of its bases, plain and dotted."""
+    classes = type(module).__mro__
+    return {name for c in classes for name in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
 
 
 def set_z3_leaf_modules_by_name(

@@ -316,15 +316,24 @@ def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None)
     _set_attributes(param, sharded)
 
 
+def describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
+    """Set the documented attributes of a parameter of stage 3, but for its status.
+
+    part: what this rank has of it, or would have.
+    """
+    param.ds_id = name
+    param.ds_tensor = part
+    param.ds_shape = shape
+    param.ds_numel = shape.numel()
+    param.ds_persist = False
+    # For code that clears it: modules that need the weight are in its unit.
+    param.ds_active_sub_modules = set()
+
+
 def _set_attributes(param: Any, sharded: ShardedParam) -> None:
-    tagged: Any = param
-    setattr(tagged, _MARK, sharded)
-    tagged.ds_id = f"init.{sharded.serial}"
-    tagged.ds_shape = sharded.shape
-    tagged.ds_numel = sharded.shape.numel()
-    tagged.ds_tensor = sharded.shard if sharded.shard is not None else sharded.placeholder()
-    tagged.ds_persist = False
-    tagged.ds_active_sub_modules = set()
+    part = sharded.shard if sharded.shard is not None else sharded.placeholder()
+    describe(param, f"init.{sharded.serial}", sharded.shape, part)
+    setattr(param, _MARK, sharded)
     set_status(param, sharded)
 
 

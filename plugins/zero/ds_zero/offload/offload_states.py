@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ds_state_stores import memory_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_core.errors import UsageError
 from ds_core.process import STATE
@@ -133,9 +133,8 @@ def _tensors(
         # And those of no parameter, such as preconditioners of whole matrices.
         others = (key for key in by_param if not isinstance(key, Tensor))
         states = (by_param.get(key, {}) for key in (*movable, *others))
-        found: Iterable[Tensor | None] = (
-            part for s in states for v in s.values() if isinstance(v, Tensor) for part in _parts(v)
-        )
+        tensors = (v for state in states for v in state.values() if isinstance(v, Tensor))
+        found: Iterable[Tensor | None] = (part for v in tensors for part in memory_of(v))
     elif kind is OffloadStateTypeEnum.hp_params:
         found = (p.master for b in partitioner.buckets for p in b.masters.movable)
     elif kind is OffloadStateTypeEnum.lp_params:
@@ -145,12 +144,3 @@ def _tensors(
         source = partitioner.reducer
         found = (t for b in partitioner.buckets for t in source.tensors(b, reduced=reduced))
     return (t for t in found if t is not None and t.numel())
-
-
-def _parts(state: Any) -> Iterator[Tensor]:
-    """The tensors that hold the values of `state`: of a subclass that is made of others, those."""
-    if is_traceable_wrapper_subclass(state):
-        for name in state.__tensor_flatten__()[0]:
-            yield from _parts(getattr(state, name))
-    else:
-        yield state
