@@ -25,7 +25,7 @@ from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.make import make_buckets
 from ds_zero.comm.collectives import AllGather, gradient_reduce, weight_gather
 from ds_zero.comm.hierarchy import (
-    AddedOuter,
+    added_outer,
     second_copy,
     sharding_axes,
     two_steps,
@@ -338,9 +338,8 @@ class Stage3(ZeroPartitioner):
         )
         if not bucket.outer:
             return quantised
-        return AddedOuter(
-            quantised or gradient_reduce(self.section), self.ctx.mesh.group(*bucket.outer)
-        )
+        inner = quantised or gradient_reduce(self.section)
+        return added_outer(inner, self.ctx.mesh.group(*bucket.outer))
 
     def _order(self) -> list[FlatBucket]:
         """Units whose forward was last come first; replicated weights come last."""

@@ -136,7 +136,7 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
         sources = list(
             torch.randn(world, bucket.layout.total, generator=numbers).to(dtype).unbind()
         )
-        works, out = wire.start(
+        works, out = wire(
             bucket,
             sources[comm.rank()].clone(),
             stage._groups[bucket.axes],

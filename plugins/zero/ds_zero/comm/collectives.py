@@ -81,15 +81,7 @@ class AllGather(WeightGather):
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightGather.start`."""
-        mine = bucket.own()
-        full = bucket.full
-        if self.dtype is None:
-            return [comm.all_gather_into_tensor(full, mine, group=bucket.group, async_op=True)]
-        low = torch.empty_like(full, dtype=self.dtype)
-        work = comm.all_gather_into_tensor(
-            low, mine.to(self.dtype), group=bucket.group, async_op=True
-        )
-        return [cast_after(work, low, full)]
+        return all_gather(bucket.full, bucket.own(), self.dtype or bucket.dtype, bucket.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +92,12 @@ class AllReduce(WeightGather):
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightGather.start`."""
-        full = bucket.full
-        low = full if self.dtype is None else torch.empty_like(full, dtype=self.dtype)
-        low.zero_()
+        low = message_for(bucket.full, self.dtype or bucket.dtype).zero_()
         mine = bucket.own()
         place = bucket.own_shard(low)
         if mine.data_ptr() != place.data_ptr():
             place.copy_(mine)
-        work = comm.all_reduce(low, group=bucket.group, async_op=True)
-        return [work if low is full else cast_after(work, low, full)]
+        return cast_after(comm.all_reduce(low, group=bucket.group, async_op=True), low, bucket.full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +107,35 @@ class Broadcasts(WeightGather):
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightGather.start`. `full` has this rank's shard already."""
         bucket.own()
-        group = bucket.group
-        parts = bucket.shards(bucket.full)
-        ranks = torch.distributed.get_process_group_ranks(group)
+        ranks = torch.distributed.get_process_group_ranks(bucket.group)
         return [
-            comm.broadcast(parts[i], src=rank, group=group, async_op=True)
-            for i, rank in enumerate(ranks)
+            comm.broadcast(part, src=rank, group=bucket.group, async_op=True)
+            for part, rank in zip(bucket.shards(bucket.full), ranks, strict=True)
         ]
 
 
-def cast_after(work: Any, low: Tensor, out: Tensor) -> Chain:
-    """`work` on `low`, whose result is then cast into `out`."""
+def all_gather(
+    full: Shaped[Tensor, " full"], mine: Shaped[Tensor, " shard"], dtype: torch.dtype, group: Any
+) -> Works:
+    """Start to fill `full` with what all ranks have, sent in `dtype`."""
+    low = message_for(full, dtype)
+    work = comm.all_gather_into_tensor(low, mine.to(dtype), group=group, async_op=True)
+    return cast_after(work, low, full)
+
+
+def message_for(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of `dtype` for what comes into `full`: itself, where it has that dtype."""
+    return full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)
+
+
+def cast_after(work: Any, low: Tensor, out: Tensor) -> Works:
+    """`work` on `low`, whose result is then cast into `out` where that is another tensor."""
 
     def finish() -> Works:
         out.copy_(low)
         return []
 
-    return Chain([work], finish)
+    return [work if low is out else Chain([work], finish)]
 
 
 def weight_gather(section: ZeroConfig, dtype: torch.dtype | None = None) -> WeightGather:
@@ -145,66 +146,46 @@ def weight_gather(section: ZeroConfig, dtype: torch.dtype | None = None) -> Weig
 # -- gradients -------------------------------------------------------------------------------------
 
 
-class GradientReduce(ABC):
-    """How gradients in the layout of a bucket are summed over its ranks, each rank getting its own
-    shard.
-    """
+GradientReduce = Callable[["FlatBucket", Tensor, Any, Room], tuple[Works, Tensor]]
+"""(bucket, source, group, room) -> works, shard: starts to sum gradients over the ranks of a bucket,
+each rank getting its own shard.
 
-    @abstractmethod
-    def start(
-        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
-    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
-        """Start to reduce `source`, of several ranks, which it may overwrite.
-
-        Returns what to wait for, and the tensor that this rank's shard of the sum is in then:
-        `room`'s, or a view of `source`.
-
-        group: the bucket's ranks, in its order; no other collectives are on it.
-        """
+source: the gradients, in the layout of the bucket; it may be overwritten.
+group: the bucket's ranks, of which there are several, in its order; no other collectives are on it.
+works: what to wait for.
+shard: where this rank's shard of the sum is then: `room`'s memory, or a view of `source`.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(GradientReduce):
+def reduce_scatter(
+    bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+) -> tuple[Works, Shaped[Tensor, " shard"]]:
     """One reduce-scatter."""
-
-    def start(
-        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
-    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
-        """See `GradientReduce.start`."""
-        out = room(bucket, source)
-        return [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)], out
+    out = room(bucket, source)
+    return [comm.reduce_scatter_tensor(out, source, group=group, async_op=True)], out
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduced(GradientReduce):
+def all_reduce(
+    bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+) -> tuple[Works, Shaped[Tensor, " shard"]]:
     """One all-reduce."""
-
-    def start(
-        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
-    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
-        """See `GradientReduce.start`."""
-        return [comm.all_reduce(source, group=group, async_op=True)], bucket.own_shard(source)
+    return [comm.all_reduce(source, group=group, async_op=True)], bucket.own_shard(source)
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceToOwners(GradientReduce):
+def reduce_to_owners(
+    bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+) -> tuple[Works, Shaped[Tensor, " shard"]]:
     """One reduction to each owner."""
-
-    def start(
-        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
-    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
-        """See `GradientReduce.start`."""
-        ranks = torch.distributed.get_process_group_ranks(group)
-        parts = bucket.shards(source)
-        works = [
-            comm.reduce(parts[i], dst=rank, group=group, async_op=True)
-            for i, rank in enumerate(ranks)
-        ]
-        return works, bucket.own_shard(source)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    works = [
+        comm.reduce(part, dst=rank, group=group, async_op=True)
+        for part, rank in zip(bucket.shards(source), ranks, strict=True)
+    ]
+    return works, bucket.own_shard(source)
 
 
 def gradient_reduce(section: ZeroConfig) -> GradientReduce:
     """How the config wants gradients reduced."""
     if section.reduce_scatter:
-        return ReduceScatter()
-    return AllReduced() if section.use_multi_rank_bucket_allreduce else ReduceToOwners()
+        return reduce_scatter
+    return all_reduce if section.use_multi_rank_bucket_allreduce else reduce_to_owners

@@ -32,7 +32,7 @@ from ds_zero.comm.collectives import (
     Room,
     WeightGather,
     Works,
-    cast_after,
+    all_gather,
 )
 
 if TYPE_CHECKING:
@@ -140,30 +140,25 @@ def host_name() -> str:
 # -- MiCS ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AddedOuter(GradientReduce):
+def added_outer(inner: GradientReduce, outer: Any) -> GradientReduce:
     """MiCS: a reduction over the inner ranks by other collectives, whose result is added up over
     the outer ones.
 
-    group: the outer ranks.
+    outer: the group of the outer ranks.
     """
 
-    inner: GradientReduce
-    group: Any
-
-    def start(
-        self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
-    ) -> tuple[Works, Shaped[Tensor, ...]]:
-        """See `GradientReduce.start`."""
-        works, out = (
-            ([], source) if bucket.world == 1 else self.inner.start(bucket, source, group, room)
-        )
+    def reduce(
+        bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
+    ) -> tuple[Works, Shaped[Tensor, " shard"]]:
+        works, out = ([], source) if bucket.world == 1 else inner(bucket, source, group, room)
 
         def add() -> Works:
             comm.label(bucket.about_gradients)
-            return [comm.all_reduce(out, group=self.group, async_op=True)]
+            return [comm.all_reduce(out, group=outer, async_op=True)]
 
         return [Chain(works, add)], out
+
+    return reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +248,7 @@ class SecondCopy(WeightGather):
             comm.label("")  # else it would be the name of the next collective
             full.copy_(mine)
             return []
-        low = full if dtype == full.dtype else torch.empty_like(full, dtype=dtype)
-        work = comm.all_gather_into_tensor(low, mine, group=self.group, async_op=True)
-        return [work if low is full else cast_after(work, low, full)]
+        return all_gather(full, mine, dtype, self.group)
 
     def _keep(self, bucket: FlatBucket, dtype: torch.dtype) -> Works:
         """Keep this rank's share of gathered weights."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ds_core import comm
-from ds_zero.comm.collectives import Chain, GradientReduce, WeightGather
+from ds_zero.comm.collectives import Chain, WeightGather
 from ds_zero.comm.hierarchy import in_blocks, inner_axes, ranks_per_host
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ class Feedback:
             self._errors.clear()
 
 
-class QuantisedReduce(GradientReduce):
-    """qgZ.
+class QuantisedReduce:
+    """qgZ, a `GradientReduce`.
 
     blocks: see `blocks`; buckets without have one exchange.
     feedback: of LoCo, if any.
@@ -236,10 +236,10 @@ class QuantisedReduce(GradientReduce):
         self._blocks = dict(blocks)
         self.feedback = feedback
 
-    def start(
+    def __call__(
         self, bucket: FlatBucket, source: Shaped[Tensor, " full"], group: Any, room: Room
     ) -> tuple[Works, Shaped[Tensor, " shard"]]:
-        """See `GradientReduce.start`."""
+        """See `GradientReduce`."""
         found = self._blocks.get(bucket.axes)
         size, count = (bucket.world, 1) if found is None else (found.size, found.count)
         kind = Message.of(GRADIENT_BITS, bucket.layout.shard_numel)

@@ -267,7 +267,7 @@ class Reducer(GradientSource):
                     work.advance()
         comm.label(bucket.about_gradients)
         how = self._how(bucket) or self._plain
-        works, out = how.start(bucket, source, self._group(bucket), self._room)
+        works, out = how(bucket, source, self._group(bucket), self._room)
         return _Reduction(grads, works, source, out)
 
     def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
