@@ -45,11 +45,15 @@ class Weights:
     second: SecondCopy | None = None
     """This rank's share of hpZ's second copy of the gathered weights."""
 
-    def __init__(self, mine: Tensor, slices: Sequence[slice], transfers: Transfers | None) -> None:
+    _transfers: Transfers | None
+
+    def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
+        if self.place is not Place.DEVICE:
+            self.on_host = placement.shards
+        self._transfers = placement.transfers
         self.shard = self._keep(mine)
         # Views are made now: torch makes none of a tensor whose memory was freed.
         self.parts = [self.shard[s] for s in slices]
-        self._transfers = transfers
 
     def _keep(self, mine: Tensor) -> Tensor:
         """The shard as it is kept, from this rank's range of the full buffer."""
@@ -116,13 +120,10 @@ class HostShard(Sharded):
 
     place = Place.HOST
 
-    def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
-        assert placement.shards is not None and placement.transfers is not None
-        self.on_host = placement.shards
-        super().__init__(mine, slices, placement.transfers)
+    on_host: StateStore
+    _transfers: Transfers
 
     def _keep(self, mine: Tensor) -> Tensor:
-        assert self.on_host is not None
         return self.on_host.copy_in(mine)
 
     def write(self, values: Shaped[Tensor, " shard"]) -> None:
@@ -132,7 +133,6 @@ class HostShard(Sharded):
 
     def to_device(self, mine: Shaped[Tensor, " shard"]) -> Shaped[Tensor, " shard"]:
         """See `Weights.to_device`."""
-        assert self._transfers is not None
         self._transfers.to_device(mine, self.shard)
         return mine
 
@@ -145,17 +145,14 @@ class EvictedShard(HostShard):
 
     place = Place.DISK
 
+    evicts: StateStore
+
     def __init__(self, mine: Tensor, slices: Sequence[slice], placement: StatePlacement) -> None:
         super().__init__(mine, slices, placement)
         self.evicts = self.on_host
         self._users = 1  # whoever builds the bucket, until `rest`
         self._ahead = False
         self._changed = True
-
-    @property
-    def _store(self) -> StateStore:
-        assert self.evicts is not None
-        return self.evicts
 
     def rest(self) -> None:
         """See `Weights.rest`."""
@@ -167,11 +164,11 @@ class EvictedShard(HostShard):
         fresh: all of it will be written.
         """
         if not self._users and fresh and not self._ahead:
-            self._store.allocate([self.shard])
+            self.evicts.allocate([self.shard])
             self.shard.zero_()  # padding is saved too, and must not depend on what was there
         elif not self._users:
-            self._store.fetch([self.shard])
-            self._store.wait([self.shard])
+            self.evicts.fetch([self.shard])
+            self.evicts.wait([self.shard])
         self._ahead = False
         self._users += 1
 
@@ -184,7 +181,7 @@ class EvictedShard(HostShard):
         self._users -= 1
         self._changed |= changed
         if not self._users:
-            self._store.evict([self.shard], changed=self._changed)
+            self.evicts.evict([self.shard], changed=self._changed)
             self._changed = False
 
     @contextlib.contextmanager
@@ -198,7 +195,6 @@ class EvictedShard(HostShard):
 
     def to_device(self, mine: Shaped[Tensor, " shard"]) -> Shaped[Tensor, " shard"]:
         """See `Weights.to_device`."""
-        assert self._transfers is not None
         self.acquire()
         # The copy runs on: the shard is evicted when it has ended.
         self._transfers.to_device(mine, self.shard, then=self.release)
@@ -207,15 +203,15 @@ class EvictedShard(HostShard):
     def read_ahead(self) -> None:
         """See `Weights.read_ahead`."""
         if not self.has_second and not self._users and not self._ahead:
-            self._store.fetch([self.shard])
+            self.evicts.fetch([self.shard])
             self._ahead = True
 
     def forget(self) -> None:
         """See `Weights.forget`."""
         if self._ahead:
             self._ahead = False
-            self._store.wait([self.shard])
-            self._store.evict([self.shard], changed=False)
+            self.evicts.wait([self.shard])
+            self.evicts.evict([self.shard], changed=False)
 
 
 def weights_kind(*, sharded: bool, resident: bool | None) -> type[Weights]:
@@ -239,6 +235,4 @@ def place_weights(
     """
     store = placement.shards
     kind = weights_kind(sharded=sharded, resident=None if store is None else store.resident)
-    if issubclass(kind, HostShard):
-        return kind(mine, slices, placement)
-    return kind(mine, slices, placement.transfers)
+    return kind(mine, slices, placement)
