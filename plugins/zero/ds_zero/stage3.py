@@ -180,7 +180,12 @@ class Stage3(ZeroPartitioner):
         """See `Partitioner.attach`."""
         for part in module.modules():
             for param in externals(part):
-                self._check_external(part, param)
+                if param not in self.ctx.params:
+                    raise UsageError(
+                        f"register_external_parameter({type(part).__name__}, ...): the parameter "
+                        f"of shape {tuple(param.shape)} belongs to no module that was given to "
+                        "initialize"
+                    )
         out = super().attach(module, groups, updated=updated)
         self.unit_of = {p: u for u in self.units for p in u.bucket.params}
         mesh = self.ctx.mesh
@@ -212,9 +217,6 @@ class Stage3(ZeroPartitioner):
         self.hooks = GatherHooks(
             module, self._gatherers, self.gathering, self.unit_of, self._backward_began
         )
-        for part in module.modules():
-            for param in externals(part):
-                self.hooks.add_external(part, param)
         describe_all(self, module)
         return out
 
@@ -253,7 +255,6 @@ class Stage3(ZeroPartitioner):
 
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.add_external`."""
-        self._check_external(module, param)
         self.hooks.add_external(module, param)
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -263,13 +264,6 @@ class Stage3(ZeroPartitioner):
     def gather_whole(self, module: nn.Module) -> None:
         """See `ds_run_state.blocks.GathersWhole`."""
         self.hooks.gather_whole(module)
-
-    def _check_external(self, module: nn.Module, param: nn.Parameter) -> None:
-        if param not in self.ctx.params:
-            raise UsageError(
-                f"register_external_parameter({type(module).__name__}, ...): the parameter of "
-                f"shape {tuple(param.shape)} belongs to no module that was given to initialize"
-            )
 
     def activity(self) -> tuple[str, int, tuple[str, ...], tuple[str, ...]]:
         """What runs now, for messages of the package dscore-comms-guard; called by another thread."""

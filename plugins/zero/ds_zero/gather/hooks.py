@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ds_zero.gather.external import externals
 from ds_zero.gather.nested_tensors import tensors_of
 from ds_zero.gather.scheduler import GatherScheduler
 from ds_zero.gather.unit import BucketUnit, UnitState
@@ -86,8 +87,6 @@ class GatherHooks:
         self._below = {m: g.module for g in modules if g.leaf for m in g.module.modules()}
         # Traced by torch.compile, see [Note: compiled modules].
         self._traced: set[nn.Module] = set()
-        # By `register_external_parameter`; what hooks have seen is not in it.
-        self._registered: dict[nn.Module, list[BucketUnit]] = {}
         # Names for messages.
         self._names = {g.module: g.name for g in modules}
 
@@ -115,6 +114,9 @@ class GatherHooks:
         self._hooks: list[Any] = []
         self._owners: list[nn.Module] = []
         self.install()
+        for module in root.modules():
+            for param in externals(module):
+                self.add_external(module, param)
 
     def install(self) -> None:
         """Install the hooks (again, after `remove`)."""
@@ -179,19 +181,15 @@ class GatherHooks:
     def add_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.add_external`."""
         if (unit := self._unit_of.get(param)) is not None:
-            self._registered.setdefault(module, []).append(unit)
             self._add(module, unit)
 
     def remove_external(self, module: nn.Module, param: nn.Parameter) -> None:
         """See `WeightOwner.remove_external`."""
         unit = self._unit_of.get(param)
-        left = self._registered.get(module, [])
-        if unit not in left:
-            return
-        left.remove(unit)
-        # It may be registered for another parameter of the same unit, or own one of its parameters.
-        own = any(self._unit_of.get(p) is unit for p in module.parameters(recurse=False))
-        if unit not in left and not own and module not in self._below:
+        # Another parameter of the same unit may be registered with it, or be its own.
+        others = (*externals(module), *module.parameters(recurse=False))
+        needed = any(self._unit_of.get(p) is unit for p in others)
+        if unit is not None and not needed and module not in self._below:
             self._units[module].remove(unit)
 
     def _note_change(self, module: nn.Module, name: str, added: Any) -> None:

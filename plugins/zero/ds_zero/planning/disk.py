@@ -9,7 +9,8 @@ step updates, with those that are read and written beside it, and the weights th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from ds_plan import Kinds
 
 from ds_zero.buckets.sizes import Bytes, Place
 from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
@@ -17,27 +18,15 @@ from ds_zero.planning.buckets import SimulatedBucket
 from ds_zero.planning.states import RankStates
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What one rank's states on disk take, in bytes."""
-
-    weights_in_memory: int
-    """Weights that ``offload_param.max_in_cpu`` keeps in memory."""
-
-    state_buffers: int
-    """Memory through which states go."""
-
-    weight_buffers: int
-    """Memory through which weights go."""
-
-    disk: int
-    """What is on disk."""
-
-
 def rest_on_disk(
     buckets: Sequence[SimulatedBucket], states: RankStates, section: ZeroConfig
-) -> Rest:
-    """What `buckets` take under the config's offload sections, or their defaults."""
+) -> tuple[Kinds, int]:
+    """What `buckets` take under the config's offload sections, or their defaults: host memory, and
+    bytes on disk.
+
+    Of that memory `parameters` are weights that ``offload_param.max_in_cpu`` keeps there; states go
+    through `buckets`, weights through `gathered`.
+    """
     weights = section.weights_offload or OffloadParam()
     # The first buckets that fit stay in memory: what is needed first cannot be read ahead.
     in_memory = 0
@@ -52,14 +41,14 @@ def rest_on_disk(
         else:
             evicted.append(bucket)
     tiles = [states.masters(bucket) for bucket in buckets if bucket.trained]
-    return Rest(
-        weights_in_memory=in_memory,
-        state_buffers=_state_buffers(
+    host = Kinds(
+        parameters=in_memory,
+        buckets=_state_buffers(
             tiles, section.offload_optimizer or OffloadOptimizer(), states.run.states
         ),
-        weight_buffers=_weight_buffers(evicted, weights),
-        disk=sum(tile.total for tile in tiles) + sum(b.shard_bytes for b in evicted),
+        gathered=_weight_buffers(evicted, weights),
     )
+    return host, sum(tile.total for tile in tiles) + sum(b.shard_bytes for b in evicted)
 
 
 def _state_buffers(tiles: Sequence[Bytes], section: OffloadOptimizer, kept: int) -> int:

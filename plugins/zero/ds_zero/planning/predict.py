@@ -158,13 +158,8 @@ def _place_states(section: ZeroConfig, laid: Laid, states: RankStates) -> tuple[
     if states.offload is Offload.NONE:
         return device, host, 0
     if states.offload.on_disk:
-        rest = rest_on_disk(laid.buckets, states, section)
-        in_memory = Kinds(
-            parameters=rest.weights_in_memory,
-            buckets=rest.state_buffers,
-            gathered=rest.weight_buffers,
-        )
-        return device, join(host, in_memory), rest.disk
+        in_memory, disk = rest_on_disk(laid.buckets, states, section)
+        return device, join(host, in_memory), disk
     if section.zenflow is not None:
         dtypes = states.dtypes
         chosen, sums = held(
