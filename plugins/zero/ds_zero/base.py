@@ -22,7 +22,6 @@ from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.fragment_shard import FragmentShard, LocalFragmentShard
 from ds_zero.buckets.full_tensors import assign_owners
 from ds_zero.buckets.make import needs_full_tensors, note_tied
-from ds_zero.buckets.records import Fragment
 from ds_zero.comm.collectives import AllGather, Broadcasts
 from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.gather.module_hooks import hooks_removed, install_hooks, remove_hooks
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
     from ds_core.context import Context
     from ds_zero.config import ZeroConfig
-    from ds_zero.gather.unit import BucketUnit
     from ds_zero.reduce.source import GradientSource
 
 ParamGroups = list[dict[str, Any]]
@@ -53,8 +51,7 @@ class ZeroPartitioner(WeightOwner):
     """
 
     def __init__(self, ctx: Context, section: ZeroConfig) -> None:
-        self.ctx = ctx
-        self.section = section
+        super().__init__(ctx, section)
         self.partitions_gradients = section.stage > 1
 
         # -- the module --
@@ -64,13 +61,8 @@ class ZeroPartitioner(WeightOwner):
         # Handles of the hooks that see weights being loaded into it.
         self._load_hooks: list[Any] = []
 
-        # -- parameters: see `WeightOwner` --
+        # -- parameters: see `WeightOwner`, too --
         self.buckets: list[FlatBucket] = []
-        self.fragments: dict[nn.Parameter, Fragment] = {}
-        self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
-        self.unit_of: dict[nn.Parameter, BucketUnit] = {}
-        self.param_index: dict[nn.Parameter, int] = {}
-        self.in_context: set[nn.Parameter] = set()
         # What `locate` returns, made when it is first called.
         self._shards: dict[nn.Parameter, FragmentShard] = {}
 
@@ -194,9 +186,6 @@ class ZeroPartitioner(WeightOwner):
                     self.settle()
                     index = self.fragments[param].index
                     bucket.masters.refresh_one(index, bucket.view(bucket.full, index))
-
-    def release_idle(self) -> None:
-        """Release weights that were prefetched or kept for reuse."""
 
     @abstractmethod
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:

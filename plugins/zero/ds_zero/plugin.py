@@ -94,7 +94,7 @@ def ds_memory(
 ) -> Mapping[str, float]:
     """What ``dscore plan`` says of the config's own stage and offload."""
     from ds_zero.config import ZeroConfig
-    from ds_zero.planning.memory import memory
+    from ds_zero.planning.planner import memory
 
     section = config.section(ZeroConfig)
     return memory(config, plugins, section if section is not None else ZeroConfig(), module, world)

@@ -270,7 +270,7 @@ class Stage3(ZeroPartitioner):
         return self.hooks.activity()
 
     def release_idle(self) -> None:
-        """See `ZeroPartitioner.release_idle`."""
+        """Release weights that were prefetched or kept for reuse."""
         self.gathering.release_idle()
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from ds_plan import Offload, PlannedRun
 from ds_testing import MemoryConformance
 from ds_zero.config import ZeroConfig
-from ds_zero.planning.memory import offload_of
+from ds_zero.planning.planner import offload_of
 from ds_zero.planning.predict import predict
 from torch import nn
 

@@ -207,7 +207,7 @@ def test_what_does_not_go_together_is_an_error() -> None:
 
 @pytest.mark.parametrize(("bf16", "states"), [({}, 8), (NARROW, 8), (NARROW | STATES, 4)])
 def test_the_plan_counts_them(bf16: dict[str, Any], states: int) -> None:
-    from ds_zero.planning.memory import memory
+    from ds_zero.planning.planner import memory
 
     config = {
         "train_batch_size": 1,

@@ -65,10 +65,9 @@ def states(
         for fragment in bucket.fragments:
             if bucket.weights.sharded and (fragment.stop > fragment.start or 0 in fragment.shape):
                 keep = store and (fragment.stop > fragment.start or bucket.rank == 0)
-                place = (fragment.shape, fragment.start, fragment.stop, bucket.held)
                 read = reader.of(bucket, bucket.weights.evicts)
                 part = bucket.weights.parts[fragment.index]
-                yield StateTensor(f"module/{fragment.name}", part, *place, keep, read=read)
+                yield fragment_state("module", part, bucket, fragment, keep, read)
         # What the optimizer updates, and its states.
         for fragment in bucket.masters.fragments:
             if fragment.stop > fragment.start:
@@ -87,27 +86,47 @@ def _updated(
     """The master weights, where they are not the weights themselves, and the optimizer's states of
     one fragment.
     """
-    place = (fragment.shape, fragment.start, fragment.stop, bucket.held)
     read = reader.of(bucket, bucket.masters.evicts)
     if fragment.master.dtype != bucket.dtype:
-        yield StateTensor(f"master/{fragment.name}", fragment.master.data, *place, store, read=read)
+        yield fragment_state("master", fragment.master.data, bucket, fragment, store, read)
     state = optimizer.state.get(fragment.master, {}) if optimizer is not None else {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        name = f"optimizer/{key}/{fragment.name}"
+        kind = f"optimizer/{key}"
         if value.shape == fragment.master.shape:
-            yield StateTensor(name, value, *place, store, read=read)
+            yield fragment_state(kind, value, bucket, fragment, store, read)
         elif value.dim() == 0:  # a counter, the same for all fragments of the parameter
-            yield StateTensor(name, value, (), 0, 1, bucket.held, store and fragment.start == 0)
+            yield param_state(kind, value, bucket, fragment, store and fragment.start == 0)
         elif bucket.masters.full_tensors:
-            yield StateTensor(name, value, tuple(value.shape), 0, value.numel(), bucket.held, store)
+            yield param_state(kind, value, bucket, fragment, store)
         else:
             raise UsageError(
                 f"optimizer state {key!r} of parameter {fragment.name!r} has shape "
                 f"{tuple(value.shape)}, its fragment on this rank has {fragment.master.numel()} "
                 "elements; ZeRO can save states of one value per element, or one value in all"
             )
+
+
+def fragment_state(
+    kind: str,
+    values: Tensor,
+    bucket: FlatBucket,
+    fragment: Fragment,
+    store: bool,
+    read: Callable[[Tensor], Tensor] | None = None,
+) -> StateTensor:
+    """The state `kind` of a fragment, with one value per element; see `StateTensor`."""
+    place = (fragment.shape, fragment.start, fragment.stop, bucket.held)
+    return StateTensor(f"{kind}/{fragment.name}", values, *place, store, read=read)
+
+
+def param_state(
+    kind: str, values: Tensor, bucket: FlatBucket, fragment: Fragment, store: bool
+) -> StateTensor:
+    """The state `kind` of a parameter, of which `values` are all; see `StateTensor`."""
+    place = (tuple(values.shape), 0, values.numel(), bucket.held)
+    return StateTensor(f"{kind}/{fragment.name}", values, *place, store)
 
 
 class _Reader:

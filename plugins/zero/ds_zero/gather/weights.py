@@ -40,21 +40,22 @@ FIRST = -1
 class WeightOwner(Partitioner):
     """The part of a ZeRO partitioner by which the weights of single parameters are reached."""
 
-    ctx: Context
-    section: ZeroConfig
+    def __init__(self, ctx: Context, section: ZeroConfig) -> None:
+        self.ctx = ctx
+        self.section = section
 
-    # -- What each parameter belongs to. Frozen ones that stay replicated are in no bucket.
+        # -- What each parameter belongs to. Frozen ones that stay replicated are in no bucket.
 
-    # Its place in its bucket.
-    fragments: dict[nn.Parameter, Fragment]
-    bucket_of: dict[nn.Parameter, FlatBucket]
-    # Only parameters that stage 3 shards have a unit.
-    unit_of: dict[nn.Parameter, BucketUnit]
-    # Its index in the model, which is equal on all ranks.
-    param_index: dict[nn.Parameter, int]
+        # Its place in its bucket.
+        self.fragments: dict[nn.Parameter, Fragment] = {}
+        self.bucket_of: dict[nn.Parameter, FlatBucket] = {}
+        # Only parameters that stage 3 shards have a unit.
+        self.unit_of: dict[nn.Parameter, BucketUnit] = {}
+        # Its index in the model, which is equal on all ranks.
+        self.param_index: dict[nn.Parameter, int] = {}
 
-    # The parameters inside a `GatheredParameters`.
-    in_context: set[nn.Parameter]
+        # The parameters inside a `GatheredParameters`.
+        self.in_context: set[nn.Parameter] = set()
 
     def pin(self, unit: BucketUnit) -> None:
         """Gather `unit` and keep it unsharded until `unpin`.

@@ -1,21 +1,29 @@
-"""What ``dscore plan`` predicts of ZeRO."""
+"""What ds_zero answers to ``dscore plan`` and to `ds_memory`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ds_plan import Planner
+from ds_plan import Offload, PlannedRun, Planner
 
+from ds_core.precision import make_precision
+from ds_core.setup.optim import choose
 from ds_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
-from ds_zero.planning.memory import offload_of
 from ds_zero.planning.predict import predict, predict_all
 
 if TYPE_CHECKING:
-    from ds_plan import Need, PlannedRun
+    from ds_plan import Need
     from torch import nn
 
     from ds_core.config import RunConfig
+    from ds_core.plugins import Plugins
+
+_PLACES: dict[str, type[OffloadOptimizer | OffloadParam]] = {
+    "offload_optimizer": OffloadOptimizer,
+    "offload_param": OffloadParam,
+}
+"""The sections of offload, by their keys."""
 
 
 class ZeroPlanner(Planner):
@@ -27,7 +35,7 @@ class ZeroPlanner(Planner):
         Every offload is planned anyway. But ZenFlow is part of one, and refused without it.
         """
         given = _section(raw)
-        left_out = {"offload_optimizer", "offload_param"}
+        left_out = set(_PLACES)
         if given.get("zenflow") is not None:
             left_out.remove("offload_optimizer")
         kept = {key: value for key, value in given.items() if key not in left_out}
@@ -47,13 +55,11 @@ class ZeroPlanner(Planner):
         section = config.section(ZeroConfig)
         assert section is not None, "`prepare` puts it into every config"
         given = _section(self.raw)
-        places: dict[str, OffloadOptimizer | OffloadParam] = {}
-        if given.get("offload_optimizer"):
-            places["offload_optimizer"] = OffloadOptimizer.model_validate(
-                given["offload_optimizer"]
-            )
-        if given.get("offload_param"):
-            places["offload_param"] = OffloadParam.model_validate(given["offload_param"])
+        places = {
+            key: model.model_validate(given[key])
+            for key, model in _PLACES.items()
+            if given.get(key)
+        }
         return section.model_copy(update=places)
 
 
@@ -61,3 +67,33 @@ def _section(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The section as given; true and false are old spellings, and all stages are planned anyway."""
     given = raw.get("zero_optimization")
     return given if isinstance(given, dict) else {}
+
+
+def memory(
+    config: RunConfig, plugins: Plugins, section: ZeroConfig, module: nn.Module, world: int
+) -> Mapping[str, float]:
+    """Bytes per rank by place.
+
+    Raises UsageError where ranks do not divide into the config's blocks.
+    """
+    optimizer, _ = choose("optimizer", config, plugins)
+    precision = make_precision(config, plugins)
+    run = PlannedRun.of(config, optimizer, precision, module, world)
+    need = predict(module, section, run, offload_of(section))
+    return {"device": need.device.peak, "host": need.host.peak, "disk": need.disk}
+
+
+def offload_of(section: ZeroConfig) -> Offload:
+    """The offload that a section asks for; weights are offloaded in stage 3 alone."""
+    states = _device(section.offload_optimizer)
+    weights = _device(section.weights_offload)
+    if section.stage == 0 or (states == "none" and weights == "none"):
+        return Offload.NONE
+    # Weights are never offloaded without the optimizer's states.
+    if states in ("none", "cpu"):
+        return Offload.OPTIMIZER if weights == "none" else Offload.ALL
+    return Offload.DISK_ALL if weights not in ("none", "cpu") else Offload.DISK
+
+
+def _device(place: OffloadOptimizer | OffloadParam | None) -> str:
+    return "none" if place is None else place.device.lower()

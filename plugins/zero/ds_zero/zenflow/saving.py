@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from ds_run_state.states import StateSource, StateTensor
 
+from ds_zero.buckets.states import fragment_state, param_state
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -31,32 +33,24 @@ _NUMBERS = ("updates", "steps", "since", "warm", "begun", "pending", "used", "re
 def states(flow: ZenFlow, weight: Weight, store: bool) -> Iterator[StateTensor]:
     """The states of this module of one fragment."""
     fragment = weight.fragment
-    held = weight.bucket.held
+    place = (weight.bucket, fragment)
     first = store and fragment.start == 0
     if flow.pending and not weight.bucket.masters.differ:  # else masters are saved anyway
-        place = (fragment.shape, fragment.start, fragment.stop, held)
-        yield StateTensor(f"master/{fragment.name}", fragment.master.data, *place, store)
+        yield fragment_state("master", fragment.master.data, *place, store)
     run = (flow.steps, flow.since, flow.warm, flow.begun, bool(flow.pending))
     own = (weight.used, weight.rest, weight.most)
     numbers = torch.tensor(
         [[[[float(n) for n in (weight.updates, *run, *own)]]]], dtype=torch.float64
     )
-    yield StateTensor(
-        f"zenflow/{fragment.name}", numbers, tuple(numbers.shape), 0, numbers.numel(), held, first
-    )
+    yield param_state("zenflow", numbers, *place, first)
     if not weight.deferred or weight.picked is None:
         return
     mask = torch.zeros(1, 1, 1, weight.columns, dtype=torch.uint8)
     mask[0, 0, 0, weight.picked.cpu()] = 1
-    yield StateTensor(
-        f"zenflow_columns/{fragment.name}", mask, tuple(mask.shape), 0, mask.numel(), held, first
-    )
+    yield param_state("zenflow_columns", mask, *place, first)
     tile = flow.tile_of[weight.bucket]
     if weight.used and tile.sums:
-        place = (fragment.shape, fragment.start, fragment.stop, held)
-        yield StateTensor(
-            f"zenflow_sum/{fragment.name}", tile.sums[0][fragment.within], *place, store
-        )
+        yield fragment_state("zenflow_sum", tile.sums[0][fragment.within], *place, store)
 
 
 @torch.no_grad()
