@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,16 +188,20 @@ class FullTensors(Masters):
         """
         if not self._moves:
             return {}
-        source = torch.cat(
-            [shard[:0], *(shard[s.at : s.at + s.stop - s.start] for s in self._leaving)]
-        )
-        source = source.to(self._device)
+        source = torch.cat([shard[:0], *(shard[s.within] for s in self._leaving)]).to(self._device)
         out = source.new_empty(sum(self._receive_counts))
         comm.all_to_all_single(
             out, source, self._receive_counts, self._send_counts, group=self.bucket.group
         )
         sizes = [self.bucket.layout.sizes[i] for i in self._arriving]
         return dict(zip(self._arriving, out.split(sizes), strict=True))
+
+    def _whole(self, fragment: Fragment, shard: Tensor, found: Mapping[int, Tensor]) -> Tensor:
+        """An owned tensor in its shape, from what `_collect` has found, or from this shard."""
+        flat = found.get(fragment.index)
+        if flat is None:
+            return self._in_shard(shard, fragment.index)
+        return flat.view(fragment.shape)
 
     def _local(self, index: int) -> bool:
         """Whether the weight of an owned parameter is in this rank's shard, separate from its
@@ -225,47 +229,38 @@ class FullTensors(Masters):
     @torch.no_grad()
     def write_back(self, unused: Iterable[Fragment]) -> None:
         """See `Masters.write_back`: from the owners into the shards of all ranks. Collective."""
+        shard = self.bucket.weights.shard
         with self.bucket.weights.in_memory(write=True):
-            self._write_back(self.bucket.weights.shard)
-
-    def _write_back(self, shard: Tensor) -> None:
-        for fragment, copy in zip(self.fragments, self.targets(), strict=True):
-            if fragment.stop > fragment.start and copy is None and self._local(fragment.index):
-                self._in_shard(shard, fragment.index).copy_(fragment.master)
-        # The exchange of `_collect` in reverse: send and receive counts are swapped.
-        if not self._moves:
-            return
-        mine = [self.fragments[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]
-        source = torch.cat(mine or [shard[:0]]).to(self._device)
-        out = source.new_empty(sum(self._send_counts))
-        comm.all_to_all_single(
-            out, source, self._send_counts, self._receive_counts, group=self.bucket.group
-        )
-        for span, values in zip(
-            self._leaving, out.split([s.stop - s.start for s in self._leaving]), strict=True
-        ):
-            shard[span.at : span.at + values.numel()].copy_(values)
+            for fragment, copy in zip(self.fragments, self.targets(), strict=True):
+                if fragment.stop > fragment.start and copy is None and self._local(fragment.index):
+                    self._in_shard(shard, fragment.index).copy_(fragment.master)
+            # The exchange of `_collect` in reverse: send and receive counts are swapped.
+            if not self._moves:
+                return
+            mine = [self.fragments[i].master.reshape(-1).to(shard.dtype) for i in self._arriving]
+            source = torch.cat(mine or [shard[:0]]).to(self._device)
+            out = source.new_empty(sum(self._send_counts))
+            comm.all_to_all_single(
+                out, source, self._send_counts, self._receive_counts, group=self.bucket.group
+            )
+            sizes = [span.stop - span.start for span in self._leaving]
+            for span, values in zip(self._leaving, out.split(sizes), strict=True):
+                shard[span.within].copy_(values)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """See `Masters.refresh`. Collective if weights are sharded."""
-        with self.bucket.weights.in_memory():
-            self._refresh()
-
-    def _refresh(self) -> None:
-        bucket = self.bucket
-        replicated = not bucket.weights.sharded
-        found = {} if replicated else self._collect(bucket.weights.shard)
-        for fragment in self._owned:
-            if fragment.index in self._views:
-                continue
-            if replicated:
-                weight = bucket.view(bucket.full, fragment.index)
-            elif fragment.index in found:
-                weight = found[fragment.index].view(fragment.shape)
-            else:
-                weight = self._in_shard(bucket.weights.shard, fragment.index)
-            fragment.master.copy_(weight)
+        weights = self.bucket.weights
+        with weights.in_memory():
+            found = self._collect(weights.shard) if weights.sharded else {}
+            for fragment in self._owned:
+                if fragment.index in self._views:
+                    continue
+                if weights.sharded:
+                    weight = self._whole(fragment, weights.shard, found)
+                else:
+                    weight = self.bucket.view(self.bucket.full, fragment.index)
+                fragment.master.copy_(weight)
 
     def new_grads(self, rules: GradRules) -> Grads:
         """See `Masters.new_grads`: on the device, where owners get what they lack of them."""
@@ -286,14 +281,8 @@ class FullTensors(Masters):
         found = self._collect(shard)
         given: list[Tensor | None] = []
         for fragment in self.fragments:
-            grad = None
             if fragment.stop > fragment.start and grads.used[fragment.index]:
-                flat = found.get(fragment.index)
-                grad = (
-                    self._in_shard(shard, fragment.index)
-                    if flat is None
-                    else flat.view(fragment.shape)
-                )
-                grad = grad.to(fragment.master.device)
-            given.append(grad)
+                given.append(self._whole(fragment, shard, found).to(fragment.master.device))
+            else:
+                given.append(None)
         return given
