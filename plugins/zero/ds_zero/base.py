@@ -22,7 +22,7 @@ from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.fragment_shard import FragmentShard, LocalFragmentShard
 from ds_zero.buckets.full_tensors import assign_owners
 from ds_zero.buckets.make import needs_full_tensors, note_tied
-from ds_zero.comm.collectives import AllGather, Broadcasts
+from ds_zero.comm.collectives import AllGather, Broadcasts, GradientReduce, gradient_reduce
 from ds_zero.config import AllowUntestedOptimizer, switch
 from ds_zero.gather.module_hooks import hooks_removed, install_hooks, remove_hooks
 from ds_zero.gather.weights import WeightOwner
@@ -193,7 +193,21 @@ class ZeroPartitioner(WeightOwner):
 
     def _make_reducer(self) -> GradientSource:
         """The source of gradients for the buckets that are trained."""
-        return make_reducer(self, [b for b in self.buckets if b.trains], lambda b: b.group)
+        return make_reducer(self, [b for b in self.buckets if b.trains])
+
+    def reduce_group(self, bucket: FlatBucket) -> Any:
+        """The process group of a bucket's reduction."""
+        return bucket.group
+
+    def reduction(self, bucket: FlatBucket) -> GradientReduce:
+        """The collectives by which a bucket is reduced."""
+        return gradient_reduce(self.section)
+
+    def reduce_order(self) -> Sequence[FlatBucket]:
+        """The order in which buckets are reduced, equal on all ranks; asked for at the start of each
+        backward.
+        """
+        return self.reducer.buckets
 
     @property
     def module(self) -> nn.Module:

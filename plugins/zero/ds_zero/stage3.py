@@ -23,7 +23,7 @@ from ds_zero.attributes import describe_all
 from ds_zero.base import ZeroPartitioner
 from ds_zero.buckets.flat import FlatBucket
 from ds_zero.buckets.make import make_buckets
-from ds_zero.comm.collectives import AllGather, gradient_reduce, weight_gather
+from ds_zero.comm.collectives import AllGather, weight_gather
 from ds_zero.comm.hierarchy import (
     added_outer,
     second_copy,
@@ -134,12 +134,14 @@ class Stage3(ZeroPartitioner):
             for bucket in make_buckets(
                 chosen,
                 self.ctx,
-                self._capacity,
+                self.section.unit_elements,
                 sharded=True,
                 masters=mine,
                 placement=placement if mine else untrained,
             ):
-                self._add_unit(bucket, gatherer.leaf, mine)
+                self.units.append(BucketUnit(len(self.units), bucket, gatherer.leaf))
+                if not mine:
+                    self._untrained.add(bucket)
         return replicated + [u.bucket for u in self.units]
 
     def _untrained_placement(self) -> Callable[[nn.Parameter], StatePlacement] | None:
@@ -161,18 +163,6 @@ class Stage3(ZeroPartitioner):
     def releases_weights(self) -> bool:  # type: ignore[override]
         """See `Partitioner.releases_weights`."""
         return bool(self.units)
-
-    def _capacity(self, world: int) -> int:
-        """The most elements of a unit: those of a module, unless the config gathers parameters one
-        at a time.
-        """
-        return self.section.unit_elements(world)
-
-    def _add_unit(self, bucket: FlatBucket, leaf: bool, trained: bool) -> None:
-        unit = BucketUnit(len(self.units), bucket, leaf)
-        self.units.append(unit)
-        if not trained:
-            self._untrained.add(bucket)
 
     def attach(
         self, module: nn.Module, groups: list[dict[str, Any]], *, updated: bool = True
@@ -203,17 +193,9 @@ class Stage3(ZeroPartitioner):
                     "several hosts"
                 )
         self._gather_8 = quantised_gather(self.ctx, self.section, [u.bucket for u in self.units])
-        special = (
-            self.ctx.precision.autocast is not None
-            or self._two_steps
-            or self._gather_8
-            or mesh.has("hpz")
-        )
 
         # When they are gathered.
-        self.gathering = GatherScheduler(
-            self.section, self.units, *([self.gather_of] if special else [])
-        )
+        self.gathering = GatherScheduler(self.section, self.units, self.gather_of)
         self.hooks = GatherHooks(
             module, self._gatherers, self.gathering, self.unit_of, self._backward_began
         )
@@ -321,22 +303,26 @@ class Stage3(ZeroPartitioner):
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
         trained = [b for b in self.buckets if b.trains and b not in self._untrained]
         self._reduce_4 = quantised_reduce(self.ctx, self.section, trained)
-        return make_reducer(
-            self, trained, lambda b: self._groups.get(b.axes), self._order, self._gradient_reduce
-        )
+        return make_reducer(self, trained)
 
-    def _gradient_reduce(self, bucket: FlatBucket) -> GradientReduce | None:
-        """How gradients of `bucket` are reduced; None: as the config says."""
+    def reduce_group(self, bucket: FlatBucket) -> Any:
+        """See `ZeroPartitioner.reduce_group`."""
+        return self._groups.get(bucket.axes)
+
+    def reduction(self, bucket: FlatBucket) -> GradientReduce:
+        """See `ZeroPartitioner.reduction`."""
         quantised = (
             self._reduce_4 if bucket.weights.sharded and can_quantise(bucket.dtype) else None
         )
+        inner = quantised or super().reduction(bucket)
         if not bucket.outer:
-            return quantised
-        inner = quantised or gradient_reduce(self.section)
+            return inner
         return added_outer(inner, self.ctx.mesh.group(*bucket.outer))
 
-    def _order(self) -> list[FlatBucket]:
-        """Units whose forward was last come first; replicated weights come last."""
+    def reduce_order(self) -> list[FlatBucket]:
+        """See `ZeroPartitioner.reduce_order`: units whose forward was last come first; replicated
+        weights come last.
+        """
         used = sorted(self.units, key=lambda u: -u.first_use)
         sharded = [u.bucket for u in used if u.bucket not in self._untrained]
         replicated = [b for b in self.buckets if not b.weights.sharded and b.trains]

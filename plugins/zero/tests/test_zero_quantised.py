@@ -128,7 +128,7 @@ def wire_against_reference(zero: dict[str, Any], block: int, dtype: torch.dtype)
         (b for b in stage.buckets if b.weights.sharded and b.trainable),
         key=lambda b: b.layout.total,
     )
-    wire = stage._gradient_reduce(bucket)
+    wire = stage.reduction(bucket)
     world = comm.world_size()
     plain = PlainLoco(loco and loco["err_beta"])
     for turn in range(5):

@@ -57,7 +57,23 @@ def gatherers(
 
     None below a leaf, none without partitioned parameters.
     """
-    return list(_walk("", root, partitioned, leaves, section.module_granularity_threshold, set()))
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[Gatherer]:
+        if module in seen:
+            return  # a module that is in the tree twice is hooked once
+        seen.add(module)
+        below = [p for p in dict.fromkeys(module.parameters()) if p in partitioned]
+        if not below:
+            return
+        # Below a leaf nothing is hooked, so the leaf gathers all that is there.
+        leaf = module in leaves or _is_fine_grained(module, section.module_granularity_threshold)
+        own = dict.fromkeys(module.parameters(recurse=False))
+        yield Gatherer(name, module, tuple(p for p in below if leaf or p in own), leaf)
+        for child_name, child in () if leaf else module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+
+    return list(walk("", root))
 
 
 def members(
@@ -74,40 +90,6 @@ def members(
         # Frozen parameters have no gradients and no masters, so they are units of their own.
         yield gatherer, [p for p in own if p in trained], True
         yield gatherer, [p for p in own if p not in trained], False
-
-
-def _walk(
-    name: str,
-    module: nn.Module,
-    partitioned: set[nn.Parameter],
-    leaves: set[nn.Module],
-    granularity: int,
-    seen: set[nn.Module],
-) -> Iterator[Gatherer]:
-    if module in seen:
-        return  # a module that is in the tree twice is hooked once
-    seen.add(module)
-    below = [p for p in dict.fromkeys(module.parameters()) if p in partitioned]
-    if not below:
-        return
-    # Below a leaf nothing is hooked, so the leaf gathers all that is there.
-    leaf = module in leaves or _is_fine_grained(module, granularity)
-    own = (
-        below
-        if leaf
-        else [p for p in dict.fromkeys(module.parameters(recurse=False)) if p in partitioned]
-    )
-    yield Gatherer(name, module, tuple(own), leaf)
-    if not leaf:
-        for child_name, child in module.named_children():
-            yield from _walk(
-                f"{name}.{child_name}" if name else child_name,
-                child,
-                partitioned,
-                leaves,
-                granularity,
-                seen,
-            )
 
 
 def _is_fine_grained(module: nn.Module, threshold: int) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ds_zero.reduce.local_grads import LocalGradients
 from ds_zero.reduce.reducer import Reducer
@@ -11,21 +11,12 @@ from ds_zero.reduce.reducer import Reducer
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
-    from ds_zero.comm.collectives import GradientReduce
     from ds_zero.reduce.source import GradientSource
 
 
-def make_reducer(
-    owner: ZeroPartitioner,
-    buckets: Sequence[FlatBucket],
-    groups: Callable[[FlatBucket], Any],
-    order: Callable[[], Sequence[FlatBucket]] | None = None,
-    how: Callable[[FlatBucket], GradientReduce | None] = lambda bucket: None,
-) -> GradientSource:
-    """The source of gradients for `buckets`; see `Reducer` for the arguments."""
-    if _stay_local(owner, buckets):
-        return LocalGradients(owner, buckets)
-    return Reducer(owner, buckets, groups, order, how)
+def make_reducer(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> GradientSource:
+    """The source of gradients for `buckets`."""
+    return (LocalGradients if _stay_local(owner, buckets) else Reducer)(owner, buckets)
 
 
 def _stay_local(owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> bool:

@@ -32,7 +32,7 @@ from ds_core import comm
 from ds_core.gradients import averaging_factors, wire_dtype
 from ds_core.partition import BackwardPlan, GradGroup, GradState, squared_norm
 from ds_core.process import log_once
-from ds_zero.comm.collectives import Chain, gradient_reduce
+from ds_zero.comm.collectives import Chain
 from ds_zero.reduce.bucket_grads import BufferPool, GradRules, Grads
 from ds_zero.reduce.source import GradientSource
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
     from ds_zero.buckets.flat import FlatBucket
     from ds_zero.buckets.records import Fragment
-    from ds_zero.comm.collectives import GradientReduce
 
 log = logging.getLogger("ds_zero")
 
@@ -73,13 +72,7 @@ class _Reduction:
 
 
 class Reducer(GradientSource):
-    """Reduces gradients to the ranks that own them. See the module's docstring.
-
-    groups: the process group of each bucket's reduction.
-    order: the order in which buckets are reduced, called at the start of each backward; equal on
-        all ranks. None: that of `buckets`.
-    how: the collectives by which a bucket is reduced; None: those of the config.
-    """
+    """Reduces gradients to the ranks that own them. See the module's docstring."""
 
     on_reduced: Callable[[FlatBucket], None] | None = None
     """Called when a bucket's shard has all that was accumulated. See [Note: reduced]."""
@@ -87,21 +80,10 @@ class Reducer(GradientSource):
     on_late: Callable[[FlatBucket], None] | None = None
     """Called before more gradients are added to a shard that is reduced already."""
 
-    def __init__(
-        self,
-        owner: ZeroPartitioner,
-        buckets: Sequence[FlatBucket],
-        groups: Callable[[FlatBucket], Any],
-        order: Callable[[], Sequence[FlatBucket]] | None = None,
-        how: Callable[[FlatBucket], GradientReduce | None] = lambda bucket: None,
-    ) -> None:
+    def __init__(self, owner: ZeroPartitioner, buckets: Sequence[FlatBucket]) -> None:
         super().__init__(owner, buckets)
 
         # -- how buckets are reduced --
-        self._group = groups
-        self._order = order
-        self._how = how
-        self._plain = gradient_reduce(self.section)
         # Sums become means by these factors: one before the reduction, one after it.
         self._before, self._after = averaging_factors(self.ctx, self.ctx.mesh.size("dp"))
         # The dtype that each bucket's gradients are sent in. Filled in the first backward: autocast
@@ -205,8 +187,7 @@ class Reducer(GradientSource):
         self._sent_dtypes = self._sent_dtypes or {b: self._sent_dtype(b) for b in self._all}
         self._next = 0
         # Frozen buckets, the same on all ranks, are not reduced.
-        order = self._order() if self._order is not None else list(self._all)
-        self._queue = [self._all[b] for b in order if self._all[b].awaited]
+        self._queue = [self._all[b] for b in self.owner.reduce_order() if self._all[b].awaited]
         for grads in self._queue:
             grads.arrived.clear()
 
@@ -266,8 +247,8 @@ class Reducer(GradientSource):
                 if isinstance(work, Chain):
                     work.advance()
         comm.label(bucket.about_gradients)
-        how = self._how(bucket) or self._plain
-        works, out = how(bucket, source, self._group(bucket), self._room)
+        reduce = self.owner.reduction(bucket)
+        works, out = reduce(bucket, source, self.owner.reduce_group(bucket), self._room)
         return _Reduction(grads, works, source, out)
 
     def _room(self, bucket: FlatBucket, source: Tensor) -> Tensor:
@@ -356,7 +337,9 @@ class Reducer(GradientSource):
         # The group of reductions, since weights may be gathered on that of `replicas` meanwhile;
         # with ranks of other blocks those gathers are on another one.
         bucket = grads.bucket
-        return self.ctx.mesh.group(*bucket.replicas) if bucket.outer else self._group(bucket)
+        if bucket.outer:
+            return self.ctx.mesh.group(*bucket.replicas)
+        return self.owner.reduce_group(bucket)
 
     # -- step --------------------------------------------------------------------------------------
 
