@@ -342,12 +342,11 @@ class ZeroPartitioner(WeightOwner):
         self, source: StateSource, optimizer: Optimizer | None, *, strict: bool = True
     ) -> None:
         """See `HasStates.load_states`."""
-        assert self._module is not None
         self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
         self.settle()
         states.load(
-            self._module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32
+            self.module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32
         )
         self.updates.loaded(source, optimizer)
 

@@ -46,23 +46,10 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
     themselves.
     """
     from ds_zero.config import ZeroConfig
-    from ds_zero.rules import (
-        hierarchy_problems,
-        offload_problems,
-        optimizer_problems,
-        quantised_problems,
-        zenflow_problems,
-    )
+    from ds_zero.rules import problems
 
     section = config.section(ZeroConfig)
-    if section is None:
-        return ()
-    problems = [
-        *offload_problems(section, plugins),
-        *optimizer_problems(section, config.core.optimizer, plugins),
-    ]
-    problems += [*quantised_problems(section), *zenflow_problems(section, config)]
-    return [*hierarchy_problems(section), *problems]
+    return () if section is None else problems(section, config, plugins)
 
 
 def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:

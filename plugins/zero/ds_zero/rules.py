@@ -22,6 +22,17 @@ PARAM = "zero_optimization.offload_param"
 SELF_REDUCED = "this optimizer reduces gradients by itself, and so does ZeRO"
 
 
+def problems(section: ZeroConfig, config: RunConfig, plugins: Plugins) -> Iterator[Problem]:
+    """What the stage does not support, unknown stores, and optimizers that reduce gradients
+    themselves.
+    """
+    yield from hierarchy_problems(section)
+    yield from offload_problems(section, plugins)
+    yield from optimizer_problems(section, config.core.optimizer, plugins)
+    yield from quantised_problems(section)
+    yield from zenflow_problems(section, config)
+
+
 def optimizer_problems(
     section: ZeroConfig, optimizer: OptimizerConfig | None, plugins: Plugins
 ) -> Iterator[Problem]:

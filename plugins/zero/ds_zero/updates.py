@@ -47,17 +47,7 @@ class Updates:
         """Update from these gradients, one for each of all buckets' fragments; None:
         leave it.
         """
-        states = self.owner.section.offload_optimizer
-        ahead = states is not None and states.pipeline_read
-        step(
-            optimizer,
-            self.owner.reducer,
-            self.stepper,
-            grads,
-            factor,
-            ahead=ahead,
-            rounds=self.rounds,
-        )
+        step(self, optimizer, grads, factor)
 
     @property
     def stepper(self) -> Stepper:

@@ -33,6 +33,8 @@ class Evicted(InStore):
 
     place = Place.DISK
 
+    _writes_evicted = True
+
     store: StateStore
 
     def __init__(
@@ -59,10 +61,6 @@ class Evicted(InStore):
             yield
         finally:
             self.store.evict([self.flat])
-
-    @property
-    def _writes_evicted(self) -> bool:
-        return True
 
     def publish(self, unused: Iterable[Fragment]) -> None:
         """Nothing: weights are written in the step, while masters are in memory."""

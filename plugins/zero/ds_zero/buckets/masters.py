@@ -203,6 +203,9 @@ class DeviceCopy(Masters):
     copied = True
     place = Place.DEVICE
 
+    _writes_evicted = False
+    """Whether a step brings an evicted shard into memory, so that it can write there."""
+
     def __init__(
         self, bucket: FlatBucket, flat: Shaped[Tensor, " shard"], store: StateStore | None = None
     ) -> None:
@@ -219,11 +222,6 @@ class DeviceCopy(Masters):
         weights = self.bucket.weights
         with weights.in_memory():
             self.flat.copy_(weights.shard)
-
-    @property
-    def _writes_evicted(self) -> bool:
-        """Whether a step brings an evicted shard into memory, so that it can write there."""
-        return False
 
     @property
     def staged(self) -> Shaped[Tensor, " shard"] | None:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,13 +204,7 @@ class _StagingBuffer:
     """Host memory through which one copy at a time goes: the last one, which may be running."""
 
     memory: Tensor | None = None
-    copy: Copy | None = None
-
-    def finish(self) -> None:
-        """Wait for the copy, and use its data."""
-        copy, self.copy = self.copy, None
-        if copy is not None:
-            copy.finish()
+    copy: Copy = field(default_factory=lambda: Copy(None))
 
 
 class Transfers:
@@ -295,14 +289,14 @@ class Transfers:
     def synchronize(self) -> None:
         """Wait until all copies are over."""
         for slot in self._slots:
-            slot.finish()
+            slot.copy.finish()
         while self._direct:
             self._direct.popleft().finish()
 
     def _next(self, like: Tensor) -> tuple[_StagingBuffer, Tensor]:
         slot = self._slots.popleft()
         self._slots.append(slot)
-        slot.finish()
+        slot.copy.finish()
         size = like.numel() * like.element_size()
         if slot.memory is None or slot.memory.numel() < size:
             slot.memory = self._store.buffer(size, torch.uint8)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ from ds_zero.buckets.evicted import Evicted
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ds_core.partition import Stepper
     from ds_zero.buckets.masters import Masters
     from ds_zero.reduce.source import GradientSource
+    from ds_zero.updates import Updates
 
 Round = list["Masters"]
 
@@ -83,22 +84,9 @@ def _connected(rows: Iterable[Iterable[Iterable[str]]]) -> list[tuple[set[str], 
     return found
 
 
-def _places(source: GradientSource) -> dict[Masters, slice]:
-    """Where the gradients of each bucket's masters are among those of all."""
-    found = {}
-    start = 0
-    for bucket in source.buckets:
-        stop = start + len(bucket.masters.fragments)
-        found[bucket.masters] = slice(start, stop)
-        start = stop
-    return found
-
-
-def _rounds_by_gradient(
-    places: Mapping[Masters, slice], grads: Sequence[Tensor | None]
-) -> list[Round]:
-    """The rounds of an optimizer that works on its own."""
-    with_grads = [m for m, at in places.items() if any(g is not None for g in grads[at])]
+def _rounds_by_gradient(given: Mapping[Masters, Sequence[Tensor | None]]) -> list[Round]:
+    """The rounds of an optimizer that works on its own. given: the gradients of each bucket."""
+    with_grads = [m for m, grads in given.items() if any(g is not None for g in grads)]
     tiles = [m for m in with_grads if isinstance(m, Evicted)]
     present = [m for m in with_grads if not isinstance(m, Evicted)]
     # Without any gradient the optimizer is called, too: it may count.
@@ -106,40 +94,33 @@ def _rounds_by_gradient(
 
 
 def step(
-    optimizer: Optimizer,
-    source: GradientSource,
-    stepper: Stepper,
-    grads: Sequence[Tensor | None],
-    factor: float,
-    *,
-    ahead: bool,
-    rounds: Sequence[Round] | None = None,
+    updates: Updates, optimizer: Optimizer, grads: Sequence[Tensor | None], factor: float
 ) -> None:
-    """`Stepper.step` for the buckets of `source`.
+    """`Stepper.step` for the buckets of `updates`.
 
     grads: of the masters of all buckets, in order; for evicted buckets views of
-        ``source.reduced(bucket)``, which may be evicted too.
-    ahead: while one bucket is updated the next one is fetched.
-    rounds: of `agree_on_rounds`; None: by the gradients that there are.
+        ``GradientSource.reduced(bucket)``, which may be evicted too.
 
     Weights are written before their masters are evicted again; the store may save both behind the
     step.
     """
-    if rounds is None and all(b.masters.evicts is None for b in source.buckets):
-        stepper.step(optimizer, grads, factor)
+    source = updates.owner.reducer
+    if updates.rounds is None and all(b.masters.evicts is None for b in source.buckets):
+        updates.stepper.step(optimizer, grads, factor)
         return
-    places = _places(source)
-    if rounds is None:
-        rounds = _rounds_by_gradient(places, grads)
+    rest = iter(grads)
+    given = {b.masters: list(islice(rest, len(b.masters.fragments))) for b in source.buckets}
+    rounds = _rounds_by_gradient(given) if updates.rounds is None else updates.rounds
+    # While one bucket is updated the next one is fetched, where the config wants that.
+    offload = updates.owner.section.offload_optimizer
+    ahead = offload is not None and offload.pipeline_read
     kept = settings_of(optimizer)
     for masters, following in zip(rounds, [*rounds[1:], []], strict=True):
-        mine: list[Tensor | None] = [None] * len(grads)
-        for some in masters:
-            mine[places[some]] = grads[places[some]]
-        tiles = {m: mine[places[m]] for m in masters if isinstance(m, Evicted)}
+        mine = [g for m, own in given.items() for g in (own if m in masters else [None] * len(own))]
+        tiles = {m: given[m] for m in masters if isinstance(m, Evicted)}
         later = [m for m in following if isinstance(m, Evicted)] if ahead else []
         with _in_memory(optimizer, source, tiles, later):
-            stepper.step(optimizer, mine, factor)
+            updates.stepper.step(optimizer, mine, factor)
             for tile, own in tiles.items():
                 tile.write_back([p for p, g in zip(tile.fragments, own, strict=True) if g is None])
                 if tile.bucket.placement.transfers is not None:
