@@ -17,10 +17,9 @@ from ds_zero.buckets.sizes import Place, choose_dtype
 from ds_zero.config import ZeroConfig
 from ds_zero.planning.buckets import Laid, SimulatedBucket, SimulatedUnit, bytes_of, lay_out
 from ds_zero.planning.disk import rest_on_disk
-from ds_zero.planning.dtypes import Dtypes
 from ds_zero.planning.gathers import gather_passes
 from ds_zero.planning.reductions import ReducerRules, reduction
-from ds_zero.planning.states import RankStates
+from ds_zero.planning.states import Dtypes, RankStates
 from ds_zero.planning.traffic import Blocks, Traffic
 from ds_zero.zenflow.plan import held
 
@@ -161,10 +160,7 @@ def _place_states(section: ZeroConfig, laid: Laid, states: RankStates) -> tuple[
         in_memory, disk = rest_on_disk(laid.buckets, states, section)
         return device, join(host, in_memory), disk
     if section.zenflow is not None:
-        dtypes = states.dtypes
-        chosen, sums = held(
-            trained, section.zenflow, states.run.kept, states.rank, dtypes.master, dtypes.grad
-        )
+        chosen, sums = held(trained, section.zenflow, states)
         return join(device, chosen), join(host, sums), 0
     buffers = states.copy_buffers(trained)
     if section.offload_optimizer is not None and section.offload_optimizer.super_offload:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +193,7 @@ class ZenFlow(Updates):
         self.fold(norms)
         if not self.begun:
             for weight in self.weights:
-                weight.updates = steps_of(self._host_state(weight))
+                weight.updates = steps_of(_state(self.optimizer, weight.fragment.master))
         for weight, norm in norms.items():
             weight.picked = important(norm, weight.wanted)
         self.build([w for w in self.weights if w.deferred or w.part is None])
@@ -274,13 +274,6 @@ class ZenFlow(Updates):
                         part = tile.bucket.weights.parts[weight.fragment.index]
                         weight.chosen.put(part, weight.part.data)
 
-    def _host_state(self, weight: Weight) -> Mapping[str, Any]:
-        return (
-            self.optimizer.state.get(weight.fragment.master, {})
-            if self.optimizer is not None
-            else {}
-        )
-
     @property
     def _group_of(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's group of each master."""
@@ -334,9 +327,7 @@ class ZenFlow(Updates):
             # The next interval adds up in another buffer while the worker reads this one.
             tile.turn(2 if self.keys.overlap_step else 1)
         for weight in self.weights:
-            weight.used = False
-            weight.rest = 0.0
-            weight.most = 0.0
+            weight.begin_interval()
         self.steps = 0
         if self._worker is None or everything:
             self.take_over()
@@ -390,7 +381,7 @@ class ZenFlow(Updates):
             chosen.put(master.data, part.data)
             if (staged := self.tile_of[weight.bucket].staged) is not None:
                 chosen.put(staged[weight.fragment.within], part.data)
-            state = self.device.state.get(part, {}) if self.device is not None else {}
+            state = _state(self.device, part)
             if state and self.optimizer is not None:
                 if not self.optimizer.state.get(master):
                     self.optimizer.state[master] = weight.blank(state)
@@ -406,8 +397,8 @@ class ZenFlow(Updates):
         weight = self.of[fragment]
         if weight.part is not None and weight.chosen is not None:
             weight.part.data.copy_(weight.chosen.take(fragment.master.data))
-            state = self.device.state.get(weight.part, {}) if self.device is not None else {}
-            host = self.optimizer.state.get(fragment.master) if self.optimizer is not None else None
+            state = _state(self.device, weight.part)
+            host = _state(self.optimizer, fragment.master)
             if state and host:
                 place = (
                     fragment.master,
@@ -444,9 +435,7 @@ class ZenFlow(Updates):
         self.device = None
         for weight in self.weights:
             weight.picked = weight.chosen = weight.part = None
-            weight.used = False
-            weight.rest = 0.0
-            weight.most = 0.0
+            weight.begin_interval()
             weight.updates = 0
         for tile in self.tiles:
             tile.begun = False
@@ -492,6 +481,11 @@ class ZenFlow(Updates):
         for tile in self.tiles:
             assert isinstance(tile.bucket.masters, Deferred)
             tile.bucket.masters.updates = None
+
+
+def _state(optimizer: Optimizer | None, updated: Tensor) -> dict[str, Any]:
+    """The state that an optimizer has of `updated`; none where there is none."""
+    return {} if optimizer is None else optimizer.state.get(updated, {})
 
 
 def _follow_settings(twin_: Optimizer, optimizer: Optimizer) -> None:

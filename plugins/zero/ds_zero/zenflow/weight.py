@@ -80,6 +80,12 @@ class Weight:
             and self.fragment.stop > 0
         )
 
+    def begin_interval(self) -> None:
+        """An interval begins."""
+        self.used = False
+        self.rest = 0.0
+        self.most = 0.0
+
     def squares(self) -> Tensor:
         """For each column the sum of squares of this fragment's gradient."""
         if self.grad is not None:
@@ -157,22 +163,18 @@ class Tile:
         assert store is not None
         if self.arrived is None or self.arrived.dtype != shard.dtype:
             self.arrived = store.buffer(size, shard.dtype)
-        if not self.sums:
-            self.sums.append(self._new_sum())
         self.arrived.copy_(shard, non_blocking=True)
         event = accelerator.new_event()
         event.record()
         begun, self.begun = self.begun, True
-        return partial(_add, self.sums[0], self.arrived, event, factor, begun)
+        return partial(_add, self._sum, self.arrived, event, factor, begun)
 
     def begin_sum(self) -> Tensor:
         """The sum of this interval; zeros if nothing is in it yet."""
-        if not self.sums:
-            self.sums.append(self._new_sum())
         if not self.begun:
-            self.sums[0].zero_()
+            self._sum.zero_()
             self.begun = True
-        return self.sums[0]
+        return self._sum
 
     def mean_of(self, everything: bool) -> list[Tensor | None]:
         """What the host's optimizer gets for each weight, to be divided by the number of steps;
@@ -191,6 +193,13 @@ class Tile:
             self.sums.append(self._new_sum())
         self.sums.append(self.sums.pop(0))
         self.begun = False
+
+    @property
+    def _sum(self) -> Tensor:
+        """The sum of this interval, with any values before it has begun."""
+        if not self.sums:
+            self.sums.append(self._new_sum())
+        return self.sums[0]
 
     def _new_sum(self) -> Tensor:
         store = self.bucket.masters.store
