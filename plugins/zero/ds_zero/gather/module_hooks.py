@@ -22,8 +22,8 @@ from ds_core.errors import UsageError
 from ds_core.process import STATE, log_once
 from ds_zero.gather.gathered_parameters import GatheredParameters
 from ds_zero.gather.on_access import GatherOnAccess, gathering_on_access
-from ds_zero.gather.weights import WeightHandle, handle_of
-from ds_zero.init.sharded_param import unshard_module, untracked
+from ds_zero.gather.weights import WeightHandle, agree, handle_of
+from ds_zero.init.sharded_param import unshard_module
 
 log = logging.getLogger("ds_zero")
 
@@ -243,21 +243,14 @@ def _classify(handle: WeightHandle, value: torch.Tensor) -> _Given:
     return _Given.PLACEHOLDER if value.shape == (0,) else _Given.MISFIT
 
 
-@untracked
 def _agree(handle: WeightHandle, given: _Given) -> _Given:
     """MISFIT where any rank has one, so that all refuse; else what the first rank has.
 
     Collective over the ranks that share the weight.
     """
-    if len(handle.ranks) == 1:
-        return given
     # The values of the first rank count, so what the others have matters only if it is wrong.
-    counts = (
-        given if given is _Given.MISFIT or comm.rank() == handle.ranks[0] else _Given.PLACEHOLDER
-    )
-    vote = torch.tensor(int(counts), device=handle.device)
-    comm.all_reduce(vote, op=torch.distributed.ReduceOp.MAX, group=handle.group)
-    return _Given(int(vote))
+    counts = given is _Given.MISFIT or comm.rank() == handle.ranks[0]
+    return _Given(*agree([handle], [given if counts else _Given.PLACEHOLDER]))
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_core import comm
 from ds_zero.gather.nested_tensors import tensors_of
-from ds_zero.gather.weights import WeightHandle, handle_of
+from ds_zero.gather.weights import WeightHandle, agree, handle_of
 from ds_zero.init.sharded_param import fill_alias, untracked
 
 _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("ds_zero.GatherOnAccess", default=0)
@@ -135,7 +134,7 @@ class GatherOnAccess(TorchFunctionMode):
         in_use = (
             [False] * len(handles)
             if all_weights
-            else _agree(handles, [_in_use(h.param) for h in handles])
+            else [bool(v) for v in agree(handles, [_in_use(h.param) for h in handles])]
         )
         for handle, stays in zip(handles, in_use, strict=True):
             if stays:
@@ -154,25 +153,3 @@ def _in_use(param: nn.Parameter) -> bool:
     # Two are there anyway: the parameter's, and `storage`.
     storage = param.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2
-
-
-@untracked
-def _agree(handles: list[WeightHandle], flags: list[bool]) -> list[bool]:
-    """`flags`, each true if it is true on any rank that shares the parameter."""
-    # One collective for all weights that the same ranks share.
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, handle in enumerate(handles):
-        groups.setdefault(handle.ranks, []).append(index)
-    agreed = list(flags)
-    # In the order of the ranks: a rank in several groups comes to them in the same order as others.
-    for ranks in sorted(groups):
-        members = groups[ranks]
-        first = handles[groups[ranks][0]]
-        if len(ranks) > 1:
-            votes = torch.tensor(
-                [flags[i] for i in members], dtype=torch.uint8, device=first.device
-            )
-            comm.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=first.group)
-            for index, vote in zip(members, votes.tolist(), strict=True):
-                agreed[index] = bool(vote)
-    return agreed

@@ -7,7 +7,7 @@ any stage. Methods that move weights are collective over the ranks that share th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -312,6 +312,28 @@ class _EngineWeight(WeightHandle):
         # Each rank writes its own range into its shard and its master.
         self._owner.settle()
         bucket.write(index, value)
+
+
+@untracked
+def agree(handles: Sequence[WeightHandle], votes: Sequence[int]) -> list[int]:
+    """The largest vote of all ranks that share each parameter; votes are 0 to 255.
+
+    Collective over these ranks.
+    """
+    # One collective for all weights that the same ranks share.
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, handle in enumerate(handles):
+        groups.setdefault(handle.ranks, []).append(index)
+    agreed = list(votes)
+    # In the order of the ranks: a rank in several groups comes to them in the same order as others.
+    for ranks, members in sorted(groups.items()):
+        first = handles[members[0]]
+        if len(ranks) > 1:
+            mine = torch.tensor([votes[i] for i in members], dtype=torch.uint8, device=first.device)
+            comm.all_reduce(mine, op=torch.distributed.ReduceOp.MAX, group=first.group)
+            for index, vote in zip(members, mine.tolist(), strict=True):
+                agreed[index] = vote
+    return agreed
 
 
 def owner_of(param: nn.Parameter) -> tuple[WeightOwner, int] | None:
