@@ -273,25 +273,20 @@ class HostGrads(Grads):
         """Start to add the device's `out` to the shard on the host."""
         transfers = self.bucket.placement.transfers
         assert transfers is not None
-        wide = self._sum_dtype
-        first = self.shard is None
-        if first:
-            self._use_host(
-                waiting_dtype(
-                    out.dtype,
-                    self.bucket.masters.dtype,
-                    self.rules.accumulate,
-                    once=self.rules.once,
-                )
-            )
+        rules = self.rules
+        before = self.shard
+        if before is None:
+            master = self.bucket.masters.dtype
+            dtype = waiting_dtype(out.dtype, master, rules.accumulate, once=rules.once)
+            target = self._use_host(dtype)
         else:
+            target = before
             self.bring()
-        assert self.shard is not None
-        if not first and self.shard.dtype != wide:
-            transfers.synchronize()
-            narrow = self.shard
-            self._use_host(wide).copy_(narrow)
-        self._copy = transfers.to_host(self.shard, out, add=not first, then=self._after_copy)
+            if before.dtype != self._sum_dtype:
+                transfers.synchronize()
+                target = self._use_host(self._sum_dtype).copy_(before)
+        add = before is not None
+        self._copy = transfers.to_host(target, out, add=add, then=self._after_copy)
 
     _after_copy: Callable[[], None] | None = None
     """What the host does when a copy has ended."""
