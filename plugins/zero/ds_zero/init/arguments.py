@@ -72,17 +72,6 @@ def warn_without_effect(mem_efficient_linear: bool, zero_param_parallel_group: A
         log_once(log, logging.WARNING, text)
 
 
-def is_stage_3(run: RunConfig | None, section: ZeroConfig | None) -> bool:
-    """Whether to shard: without a config `Init` is meant as it stands."""
-    if run is None or (section is not None and section.stage == 3):
-        return True
-    log.info(
-        "ds_zero.Init shards nothing: the config's ZeRO stage is %d",
-        section.stage if section else 0,
-    )
-    return False
-
-
 def choose_group(data_parallel_group: Any, mpu: Any) -> Any:
     """The group to shard over; None: all ranks."""
     if data_parallel_group is None and mpu is not None:
@@ -102,11 +91,15 @@ def read_config(source: Any) -> tuple[RunConfig | None, Plugins | None]:
     return chosen.config, chosen.plugins
 
 
-def zero_section(run: RunConfig | None) -> ZeroConfig | None:
-    """``zero_optimization`` of the config; None where there is none."""
+def zero_section(run: RunConfig | None) -> ZeroConfig:
+    """``zero_optimization`` of the config, or its defaults; without a config those of stage 3, as
+    `Init` is meant as it stands.
+    """
     from ds_zero.config import ZeroConfig
 
-    return run.section(ZeroConfig) if run is not None else None
+    if run is None:
+        return ZeroConfig(stage=3)
+    return run.section(ZeroConfig) or ZeroConfig()
 
 
 def choose_dtype(
@@ -129,11 +122,11 @@ def choose_dtype(
 
 
 def choose_store(
-    remote: str | None, section: ZeroConfig | None, run: RunConfig | None, plugins: Plugins | None
+    remote: str | None, section: ZeroConfig, run: RunConfig | None, plugins: Plugins | None
 ) -> Callable[[Accelerator], StateStore] | None:
     """What opens the store of shards; None: they are in memory."""
     # What the caller says takes precedence over the config.
-    offload = section.weights_offload if section is not None else None
+    offload = section.weights_offload
     device = offload.device.lower() if offload is not None and remote is None else remote or "none"
     if device in ("none", "cpu"):
         return None
@@ -159,7 +152,7 @@ def make_spec(
     remote: str | None,
     pin: bool,
     dtype: torch.dtype | None,
-    section: ZeroConfig | None,
+    section: ZeroConfig,
     store: Callable[[Accelerator], StateStore] | None,
 ) -> ShardSpec:
     """Choose the ranks and the device of shards.
@@ -175,15 +168,11 @@ def make_spec(
         )
     group, ranks = _sharing_ranks(group)
     # Those of them over which a weight is divided: a block of them with MiCS.
-    size = (
-        section.mics_shard_size
-        if section is not None and section.mics_shard_size > 0
-        else len(ranks)
-    )
+    size = section.mics_shard_size if section.mics_shard_size > 0 else len(ranks)
     over, index = _block(group, ranks, size)
     # Where shards are kept.
     device = accelerator.current_device()
-    offload = section.weights_offload if section is not None else None
+    offload = section.weights_offload
     if offload is not None and remote is None and offload.device == "cpu":
         remote = "cpu"
         pin = pin or offload.pin_memory
@@ -202,7 +191,7 @@ def make_spec(
         # for.
         pin=pin and opened is None and shard_device.type == "cpu" and device.type != "cpu",
         dtype=dtype,
-        checks=section is not None and section.enable_sanity_checks,
+        checks=section.enable_sanity_checks,
         store=opened,
     )
     # Each sharded weight refers to the spec: the store is closed when an engine has taken over all

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from ds_zero.init.arguments import (
     choose_dtype,
     choose_group,
     choose_store,
-    is_stage_3,
     make_spec,
     read_config,
     warn_without_effect,
@@ -49,9 +48,6 @@ from ds_zero.init.sharded_param import (
     shard_param,
     sharded_param_of,
 )
-
-if TYPE_CHECKING:
-    from ds_zero.config import ZeroConfig
 
 log = logging.getLogger("ds_zero")
 
@@ -148,15 +144,16 @@ class Init:
         warn_without_effect(mem_efficient_linear, zero_param_parallel_group)
         run, plugins = read_config(source)
         section = zero_section(run)
-        if not is_stage_3(run, section):
+        if section.stage != 3:
+            log.info("ds_zero.Init shards nothing: the config's ZeRO stage is %d", section.stage)
             self._enabled = False
             return
-        self._check_mics(section)
+        self._check_mics(section.mics_shard_size)
 
         # -- How parameters are sharded.
 
         # Whether `module.apply` gathers.
-        self._apply = section is None or section.override_module_apply
+        self._apply = section.override_module_apply
         # What `_spec` is made of.
         self._arguments = (
             choose_group(data_parallel_group, mpu),
@@ -169,8 +166,8 @@ class Init:
         if module is not None:
             self._convert(module)
 
-    def _check_mics(self, section: ZeroConfig | None) -> None:
-        if self._for_mics and (section is None or section.mics_shard_size < 1):
+    def _check_mics(self, shard_size: int) -> None:
+        if self._for_mics and shard_size < 1:
             raise UsageError(
                 "ds_zero.MiCS_Init: the config has no zero_optimization.mics_shard_size; give it "
                 "with config_dict_or_path, or use ds_zero.Init"
