@@ -11,7 +11,7 @@ import copy
 import enum
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ds_core.errors import UsageError
 from ds_core.process import STATE, log_once
 from ds_zero.gather.gathered_parameters import GatheredParameters
 from ds_zero.gather.on_access import GatherOnAccess, gathering_on_access
-from ds_zero.gather.weights import WeightHandle, agree, handle_of
+from ds_zero.gather.weights import WeightHandle, agree, handle_of, handles_of
 from ds_zero.init.sharded_param import unshard_module
 
 log = logging.getLogger("ds_zero")
@@ -94,15 +94,17 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     # Children first, as torch does.
     for child in self.children():
         child.apply(fn)
-    # What a `GatheredParameters` around the call has gathered is unsharded, and its to write back.
-    own = [
-        p
-        for p in self._parameters.values()
-        if (handle := handle_of(p)) is not None and not handle.in_context
-    ]
+    own = _not_gathered(self._parameters.values())
     with GatheredParameters(own, modifier_rank=0), GatherOnAccess():
         fn(self)
     return self
+
+
+def _not_gathered(params: Iterable[nn.Parameter | None]) -> list[nn.Parameter]:
+    """ZeRO's of `params`, but for those that a `GatheredParameters` around the call has gathered:
+    they are unsharded, and its to write back.
+    """
+    return [handle.param for handle in handles_of(params) if not handle.in_context]
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -120,13 +122,8 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for engine in sorted(engines, key=lambda e: e.serial):
             if (hooks_off := getattr(engine.partitioner, "module_hooks_removed", None)) is not None:
                 stack.enter_context(hooks_off())
-        inside = [
-            p
-            for p in self.parameters()
-            if (handle := handle_of(p)) is not None and not handle.in_context
-        ]
         # Without a modifier: the copies are written to, not these.
-        stack.enter_context(GatheredParameters(inside))
+        stack.enter_context(GatheredParameters(_not_gathered(self.parameters())))
         return copy.deepcopy(self, memo)
 
 

@@ -298,13 +298,7 @@ class _Attempt:
     states: list[tuple[Fragment, dict[str, Any] | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        used = self.source.used
-        shard = self.source.shard
-        assert shard is not None
-        mine = [used[p.index] and p.stop > p.start for p in self.bucket.fragments]
-        self.grads = [
-            shard[p.within] if m else None for p, m in zip(self.bucket.fragments, mine, strict=True)
-        ]
+        self.grads = self.bucket.masters.gradients(self.source)
         self.settings = _settings(self.optimizer)
 
     @property
