@@ -327,11 +327,8 @@ class GatherHooks:
         register_multi_grad_hook(
             outputs, functools.partial(self._before_backward, module), mode="any"
         )
-        # `on_gradient` shows the end of a unit whose parameters all get a gradient. Frozen ones get
-        # none, and of a leaf's some may not be used: there the gradients of the inputs show it.
-        if any(not p.requires_grad for u in units for p in u.bucket.params) or any(
-            u.leaf for u in units
-        ):
+        # Where `on_gradient` does not show the end of a unit, the gradients of the inputs show it.
+        if not all(unit.by_gradients for unit in units):
             before = [t for t in tensors_of(inputs) if t.requires_grad]
             if before:
                 register_multi_grad_hook(before, functools.partial(self._after_backward, module))
@@ -354,7 +351,7 @@ class GatherHooks:
     def _after_backward(self, module: nn.Module, grads: Any) -> None:
         """All gradients of the inputs are computed: frozen parameters are not needed any more."""
         for unit in self._units[module]:
-            if unit.leaf or not all(p.requires_grad for p in unit.bucket.params):
+            if not unit.by_gradients:
                 self._end_backward_use(unit)
 
     def on_gradient(self, param: nn.Parameter) -> None:

@@ -47,11 +47,10 @@ class GatherScheduler:
         # How callers get weights: the bits of the shards.
         self.exact = weight_gather(section)
         # Elements of shards that may be read ahead from a store; 0: no store frees their memory.
+        self._window = 0
         offload = section.weights_offload
-        reads = offload is not None and any(u.offloaded_numel for u in units)
-        self._window = (
-            offload.buffer_count * offload.buffer_size if offload is not None and reads else 0
-        )
+        if offload is not None and any(u.offloaded_numel for u in units):
+            self._window = offload.buffer_count * offload.buffer_size
         # Elements of each unit, by its index.
         self.sizes = [u.size for u in units]
 

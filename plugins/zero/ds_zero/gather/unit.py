@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,9 @@ class GatherUnit(ABC):
     offloaded_numel = 0
     """Elements of this rank's shard, where it is in a store that frees memory; else 0."""
 
-    def __init__(self, index: int, size: int, leaf: bool, name: str) -> None:
+    def __init__(
+        self, index: int, size: int, leaf: bool, name: str, params: Sequence[nn.Parameter]
+    ) -> None:
         # Its place among the units of the model.
         self.index = index
         # Elements, padding included.
@@ -64,6 +67,7 @@ class GatherUnit(ABC):
         self.leaf = leaf
         # One of its parameters, for messages.
         self.name = name
+        self.params = params
 
         # -- What it is now, and why.
 
@@ -147,6 +151,14 @@ class GatherUnit(ABC):
         self.arrived.clear()
 
     @property
+    def by_gradients(self) -> bool:
+        """Whether the gradients of its parameters show the end of its use in backward.
+
+        Frozen ones get none, and of a leaf's some may not be used.
+        """
+        return not self.leaf and all(p.requires_grad for p in self.params)
+
+    @property
     def is_unsharded(self) -> bool:
         """Whether the parameters have their values."""
         return self.state is UnitState.UNSHARDED
@@ -161,7 +173,7 @@ class BucketUnit(GatherUnit):
     """A unit whose weights are those of `bucket`. See [Note: storage]."""
 
     def __init__(self, index: int, bucket: FlatBucket, leaf: bool) -> None:
-        super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
+        super().__init__(index, bucket.layout.total, leaf, bucket.names[0], bucket.params)
         self.bucket = bucket
         # The collectives that run.
         self._works: list[Any] = []

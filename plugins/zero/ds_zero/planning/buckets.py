@@ -60,7 +60,7 @@ class SimulatedUnit(GatherUnit):
     """A unit of stage 3 that counts how often it would be gathered."""
 
     def __init__(self, index: int, bucket: SimulatedBucket, leaf: bool) -> None:
-        super().__init__(index, bucket.layout.total, leaf, bucket.names[0])
+        super().__init__(index, bucket.layout.total, leaf, bucket.names[0], bucket.params)
         self.bucket = bucket
         # In one forward and backward.
         self.gathers = 0
@@ -106,19 +106,17 @@ def lay_out(
     """
     everything = list(module.parameters())
     trained = [p for p in everything if p.requires_grad]
-    if section.stage < 3 or (world == 1 and not weights_on_host):
-        buckets = list(_arrange(trained, section.bucket_elements(world), world, replicated=True))
-        return Laid(buckets, [p for p in everything if not p.requires_grad], [], [])
-
     # Small parameters stay unsharded, and lie in buckets as those of stage 2 do.
-    small = persistent(everything, section)
+    shards = section.stage == 3 and (world > 1 or weights_on_host)
+    small = persistent(everything, section) if shards else set(everything)
     partitioned = {p for p in everything if p not in small}
     replicated = [p for p in trained if p not in partitioned]
     buckets = list(_arrange(replicated, section.bucket_elements(world), world, replicated=True))
 
     # All others are gathered by the module that uses them first. What is trained and what is not
     # lies apart, since only the former has gradients and states.
-    modules = gatherers(module, partitioned, section, find_leaves(module, section.leaf_module))
+    leaves = find_leaves(module, section.leaf_module) if shards else set()
+    modules = gatherers(module, partitioned, section, leaves)
     units: list[SimulatedUnit] = []
     for gatherer, chosen, is_trained in members(modules, set(trained)):
         capacity = section.unit_elements(world)

@@ -59,8 +59,6 @@ class _SimulatedModules:
         # What each gathers before it runs.
         unit_of = {p: u for u in units for p in u.bucket.params}
         self._units = {g.name: list(dict.fromkeys(unit_of[p] for p in g.params)) for g in modules}
-        # Whether it gathers for everything below it.
-        self._leaf = {g.name: g.leaf for g in modules}
         # Whether it has a parameter that is trained, itself or below.
         self._trains = {
             g.name: any(p.requires_grad for p in g.module.parameters()) for g in modules
@@ -115,8 +113,7 @@ class _SimulatedModules:
             self._uses[unit] -= 1
             # A unit is released when all its gradients have come. Where some of its parameters have
             # none, the gradient of the module's input shows the end, if it has one.
-            by_gradients = not self._leaf[name] and all(p.requires_grad for p in unit.bucket.params)
-            done = self._uses[unit] == 0 if by_gradients else before
+            done = self._uses[unit] == 0 if unit.by_gradients else before
             if done:
                 unit.uses.backward = False
                 self._gathering.drop(unit)
