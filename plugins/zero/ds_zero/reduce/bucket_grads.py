@@ -115,6 +115,11 @@ class Grads:
         # The L2 norm of `shard`, where that is not in memory.
         self.norm: Tensor | None = None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether this rank has gradients that no reduction has taken."""
+        return self.local is not None or any(p.grad is not None for p in self.bucket.params)
+
     # -- states ------------------------------------------------------------------------------------
 
     def move(self, to: GradState) -> None:

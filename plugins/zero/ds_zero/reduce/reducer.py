@@ -19,6 +19,7 @@ called again for that bucket, in `Reducer.finish`, or after the next `begin`).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -309,27 +310,20 @@ class Reducer(GradientSource):
             by_axes.setdefault(grads.bucket.replicas, []).append(grads)
         again = []
         for members in by_axes.values():
-            late = [
-                g.local is not None or any(p.grad is not None for p in g.bucket.params)
-                for g in members
-            ]
-            used = [u for g in members for u in g.used]
+            # Of each bucket whether it is late, and which parameters were used.
+            mine = [flag for grads in members for flag in (grads.is_late, *grads.used)]
             if members[0].bucket.reduces:
-                flags = torch.tensor(
-                    late + used, dtype=torch.uint8, device=members[0].bucket.full.device
-                )
+                flags = torch.tensor(mine, dtype=torch.uint8, device=members[0].bucket.full.device)
                 comm.label("flags of gradients, at the end of backward")
                 comm.all_reduce(
                     flags, op=torch.distributed.ReduceOp.MAX, group=self._everyone(members[0])
                 )
-                agreed = [bool(f) for f in flags.tolist()]
-                late = agreed[: len(members)]
-                used = agreed[len(members) :]
+                mine = [bool(flag) for flag in flags.tolist()]
+            agreed = iter(mine)
             for grads in members:
-                count = len(grads.used)
-                grads.used = used[:count]
-                used = used[count:]
-            again += [grads for grads, is_late in zip(members, late, strict=True) if is_late]
+                if next(agreed):
+                    again.append(grads)
+                grads.used = list(itertools.islice(agreed, len(grads.used)))
         return again
 
     def _everyone(self, grads: Grads) -> Any:
