@@ -18,7 +18,7 @@ from ds_zero.config import ZeroConfig
 from ds_zero.planning.buckets import Laid, SimulatedBucket, SimulatedUnit, bytes_of, lay_out
 from ds_zero.planning.disk import rest_on_disk
 from ds_zero.planning.gathers import gather_passes
-from ds_zero.planning.reductions import ReducerRules, reduction
+from ds_zero.planning.reductions import reduction
 from ds_zero.planning.states import Dtypes, RankStates
 from ds_zero.planning.traffic import Blocks, Traffic
 from ds_zero.zenflow.plan import held
@@ -104,29 +104,11 @@ def _count_passes(
     module: nn.Module, section: ZeroConfig, laid: Laid, blocks: Blocks, states: RankStates
 ) -> Kinds:
     """What forward and backward take on the device: gathered weights and buffers of reductions."""
-    dtypes = states.dtypes
     gathered = gather_passes(laid.modules, laid.units, section) if laid.units else 0
     # Units are counted in elements together; where they differ in dtype, as if all were the widest.
     widest = max((unit.bucket.dtype.itemsize for unit in laid.units), default=0)
-    rules = ReducerRules(
-        world=blocks.sharded,
-        keeps=section.stage == 1,
-        overlap=section.overlap,
-        eager=section.contiguous_gradients or states.run.precision.accumulate is not None,
-        scatter=section.reduce_scatter,
-        to_host=any(states.masters(bucket).gradients for bucket in laid.trained),
-        grad=dtypes.grad,
-        reduced=dtypes.reduced,
-    )
-    # Stage 1 accumulates locally and reduces in the last backward of a step.
-    partitions_gradients = section.stage > 1
-    peak, kept = reduction(
-        _order_of_reduction(laid),
-        _order_of_arrival(module, laid.trained),
-        rules,
-        passes=states.run.gas if partitions_gradients else 1,
-        waits=not partitions_gradients and states.run.gas > 1,
-    )
+    arrivals = _order_of_arrival(module, laid.trained)
+    peak, kept = reduction(_order_of_reduction(laid), arrivals, section, states, blocks.sharded)
     return Kinds(gradients=kept, buckets=peak - kept, gathered=gathered * widest)
 
 

@@ -7,52 +7,15 @@ reverse order of the parameters.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from ds_zero.config import ZeroConfig
 from ds_zero.planning.buckets import SimulatedBucket
+from ds_zero.planning.states import RankStates
 from ds_zero.reduce.reducer import IN_FLIGHT, crowded
-
-
-@dataclass(frozen=True, slots=True)
-class ReducerRules:
-    """What decides the buffers of a reducer."""
-
-    world: int
-    """Ranks over which gradients are reduced."""
-
-    keeps: bool
-    """Buffers are kept between steps (stage 1)."""
-
-    overlap: bool
-    """Reductions run while backward goes on."""
-
-    eager: bool
-    """Gradients go into buckets when they arrive; else they stay in ``param.grad``."""
-
-    scatter: bool
-    """Gradients are reduce-scattered, not all-reduced."""
-
-    to_host: bool
-    """Reduced gradients are copied to the host."""
-
-    grad: Callable[[SimulatedBucket], torch.dtype]
-    """The dtype in which a bucket's gradients accumulate."""
-
-    reduced: Callable[[SimulatedBucket], torch.dtype]
-    """The dtype in which they are sent."""
-
-    def sent(self, bucket: SimulatedBucket) -> torch.dtype:
-        """The dtype of the buffer that a bucket is reduced in; one rank sends nothing."""
-        return self.reduced(bucket) if self.world > 1 else self.grad(bucket)
-
-    @property
-    def separate_shard(self) -> bool:
-        """Whether the reduced shard gets a buffer of its own; stage 1 reduces in place."""
-        return self.scatter and not self.keeps and self.world > 1
 
 
 class _Memory:
@@ -95,35 +58,57 @@ class _Memory:
 def reduction(
     queue: Sequence[SimulatedBucket],
     arrivals: Sequence[nn.Parameter],
-    rules: ReducerRules,
-    passes: int,
-    waits: bool,
+    section: ZeroConfig,
+    states: RankStates,
+    world: int,
 ) -> tuple[int, int]:
     """The bytes of flat gradient buffers: the most at a time, and those between backward and step.
 
-    queue: buckets in the order in which they are reduced. arrivals: their parameters in the order
-    in which gradients arrive. passes: backwards per step that reduce. waits: whether backwards
-    without reduction come before them.
+    queue: buckets in the order in which they are reduced.
+    arrivals: their parameters in the order in which gradients arrive.
+    world: the ranks over which gradients are reduced.
     """
-    reducer = _SimulatedReducer(queue, rules)
-    if waits:
+    reducer = _SimulatedReducer(queue, section, states, world)
+    # Stage 1 accumulates locally and reduces in the last backward of a step.
+    if reducer.keeps and states.run.gas > 1:
         reducer.collect(arrivals)
     # The second backward adds to what there is, and so do all others: two are enough.
-    for _ in range(min(passes, 2)):
+    for _ in range(1 if reducer.keeps else min(states.run.gas, 2)):
         reducer.backward(arrivals)
     return reducer.memory.peak, reducer.memory.live
 
 
 class _SimulatedReducer:
-    """Does what `Reducer` does with its buffers.
+    """Does what `Reducer` does with its buffers."""
 
-    queue: the buckets in the order of their reduction.
-    """
-
-    def __init__(self, queue: Sequence[SimulatedBucket], rules: ReducerRules) -> None:
+    def __init__(
+        self,
+        queue: Sequence[SimulatedBucket],
+        section: ZeroConfig,
+        states: RankStates,
+        world: int,
+    ) -> None:
+        # The buckets in the order of their reduction.
         self.queue = queue
-        self.rules = rules
-        self.memory = _Memory(None if rules.keeps else 2 * IN_FLIGHT)
+
+        # -- What decides about buffers.
+
+        # Whether they are kept between steps.
+        self.keeps = section.stage == 1
+        # Whether reductions run while backward goes on.
+        self._overlap = section.overlap
+        # Whether gradients go into buckets when they arrive; else they stay in ``param.grad``.
+        self._eager = section.contiguous_gradients or states.run.precision.accumulate is not None
+        self._world = world
+        # Whether the reduced shard gets a buffer of its own; stage 1 reduces in place.
+        self._separate_shard = section.reduce_scatter and not self.keeps and world > 1
+        # Whether reduced gradients are copied to the host.
+        self._to_host = any(states.masters(bucket).gradients for bucket in queue)
+        self._dtypes = states.dtypes
+
+        # -- The step.
+
+        self.memory = _Memory(None if self.keeps else 2 * IN_FLIGHT)
         self._bucket_of = {p: b for b in queue for p in b.params}
         # Buckets with a buffer of local gradients.
         self._local: set[SimulatedBucket] = set()
@@ -133,6 +118,10 @@ class _SimulatedReducer:
         self._in_flight: deque[SimulatedBucket] = deque()
         # Parameters whose gradient is in ``param.grad``.
         self._waiting: set[nn.Parameter] = set()
+
+    def _sent(self, bucket: SimulatedBucket) -> torch.dtype:
+        """The dtype of the buffer that a bucket is reduced in; one rank sends nothing."""
+        return self._dtypes.reduced(bucket) if self._world > 1 else self._dtypes.grad(bucket)
 
     def collect(self, arrivals: Sequence[nn.Parameter]) -> None:
         """A backward without reduction."""
@@ -154,12 +143,12 @@ class _SimulatedReducer:
                 self._launch(self.queue[upcoming])
                 upcoming += 1
         self._drain()
-        if not self.rules.keeps:
+        if not self.keeps:
             self.memory.clear()
 
     def _arrive(self, param: nn.Parameter) -> None:
         """A gradient comes, into its bucket or ``param.grad``."""
-        if self.rules.eager:
+        if self._eager:
             self._copy_in(self._bucket_of[param])
         elif param not in self._waiting:
             self._waiting.add(param)
@@ -169,18 +158,17 @@ class _SimulatedReducer:
         """Give the bucket a buffer, if it has none; older reductions end first where they are many."""
         if bucket in self._local:
             return
-        while not self.rules.keeps and crowded(self._sent_bytes(b) for b in self._in_flight):
+        while not self.keeps and crowded(self._sent_bytes(b) for b in self._in_flight):
             self._complete(self._in_flight.popleft())
-        self.memory.take(bucket.layout.total, self.rules.grad(bucket))
+        self.memory.take(bucket.layout.total, self._dtypes.grad(bucket))
         self._local.add(bucket)
 
     def _sent_bytes(self, bucket: SimulatedBucket) -> int:
         """Bytes of the buffer that a bucket is reduced in."""
-        return bucket.layout.total * self.rules.sent(bucket).itemsize
+        return bucket.layout.total * self._sent(bucket).itemsize
 
     def _launch(self, bucket: SimulatedBucket) -> None:
         """Start a reduction."""
-        rules = self.rules
         memory = self.memory
         self._copy_in(bucket)
         self._local.discard(bucket)
@@ -188,14 +176,14 @@ class _SimulatedReducer:
             self._waiting.discard(param)
             memory.live -= param.numel() * param.element_size()
         # The copy in the dtype of the message takes the place of the gradients.
-        sent = rules.sent(bucket)
-        if sent != rules.grad(bucket):
+        sent = self._sent(bucket)
+        if sent != self._dtypes.grad(bucket):
             memory.take(bucket.layout.total, sent)
-            memory.give(bucket.layout.total, rules.grad(bucket))
-        if rules.separate_shard:
+            memory.give(bucket.layout.total, self._dtypes.grad(bucket))
+        if self._separate_shard:
             memory.take(bucket.layout.shard_numel, sent)
         self._in_flight.append(bucket)
-        if not rules.overlap:
+        if not self._overlap:
             self._drain()
 
     def _drain(self) -> None:
@@ -205,21 +193,20 @@ class _SimulatedReducer:
 
     def _complete(self, bucket: SimulatedBucket) -> None:
         """End a reduction: its result becomes the shard, or is added to it."""
-        rules = self.rules
         memory = self.memory
         shard = bucket.layout.shard_numel
         total = bucket.layout.total
-        grad = rules.grad(bucket)
-        sent = rules.sent(bucket)
-        first = bucket not in self._shards and not rules.to_host
+        grad = self._dtypes.grad(bucket)
+        sent = self._sent(bucket)
+        first = bucket not in self._shards and not self._to_host
         self._shards.add(bucket)
         # The first result is kept where it is, if that is no larger than a shard or is kept anyway.
-        if first and sent == grad and (rules.separate_shard or rules.keeps or rules.world == 1):
-            if rules.separate_shard:
+        if first and sent == grad and (self._separate_shard or self.keeps or self._world == 1):
+            if self._separate_shard:
                 memory.give(total, sent)
             return
         if first:
             memory.take(shard, grad)
         memory.give(total, sent)
-        if rules.separate_shard:
+        if self._separate_shard:
             memory.give(shard, sent)
