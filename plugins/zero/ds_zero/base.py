@@ -269,11 +269,8 @@ class ZeroPartitioner(WeightOwner):
         ]
         for (bucket, fragment), grad in zip(fragments, self.reducer.given, strict=True):
             if grad is not None:
-                axes = self.ctx.mesh.expand((*bucket.held, *bucket.axes))
-                span = (fragment.start, fragment.stop)
-                yield GradientShard(
-                    fragment.name, grad, fragment.shape, *span, bucket.held, axes, bucket.counted
-                )
+                place = (fragment.start, fragment.stop, bucket.held, bucket.summed)
+                yield GradientShard(fragment.name, grad, fragment.shape, *place, bucket.counted)
 
     def zero_grad(self) -> None:
         """See `Partitioner.zero_grad`."""
@@ -286,7 +283,7 @@ class ZeroPartitioner(WeightOwner):
 
     def axes(self) -> Iterable[tuple[str, ...]]:
         """See `Partitioner.axes`."""
-        return {self.ctx.mesh.expand((*b.held, *b.axes)) for b in self.buckets} | {()}
+        return {b.summed for b in self.buckets} | {()}
 
     def _update_shards(self, buckets: Iterable[FlatBucket]) -> None:
         """Write what the step has made into the shards."""
@@ -379,10 +376,10 @@ class ZeroPartitioner(WeightOwner):
         self.offloaded.reload(non_blocking=False)
         if self._reducer is not None:
             self._reducer.detach()
-        for part in self._module.modules() if self._module is not None else ():
-            remove_hooks(part)
         self._unfollow()
         if self._module is not None:
+            for part in self._module.modules():
+                remove_hooks(part)
             self._end()
             self.offload.close()
 

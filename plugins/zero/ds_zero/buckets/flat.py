@@ -63,6 +63,8 @@ class FlatBucket:
         # Of the replicas, the axes over which the bucket is sharded, and the others.
         self.axes = sharding_axes(mesh, self.replicas)
         self.outer = outer_axes(mesh, self.replicas)
+        # Those over which ranks have different elements, so that a norm is a sum over them.
+        self.summed = mesh.expand((*self.held, *self.axes))
         # Along `axes`.
         self.group = mesh.group(*self.axes)
         self.world = mesh.size(*self.axes)

@@ -226,10 +226,13 @@ class ShardedParam:
         """See `ds_run_state.lazy.LazyWeight`."""
         return self.spec.ranks
 
+    @untracked
     def show_shape(self, param: nn.Parameter) -> None:
         """See `ds_run_state.lazy.LazyWeight`."""
         check_not_assigned(param, self)
-        expand_placeholder(param, self)
+        # One element, that all indices refer to.
+        if not self.users:
+            param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(self.shape)
 
     def hide_shape(self, param: nn.Parameter) -> None:
         """See `ds_run_state.lazy.LazyWeight`."""
@@ -397,14 +400,6 @@ def check_not_assigned(param: nn.Parameter, sharded: ShardedParam, name: str = "
 
 
 @untracked
-def expand_placeholder(param: nn.Parameter, sharded: ShardedParam) -> None:
-    """Give `param` its shape without memory, for code that only looks at shapes."""
-    # One element, that all indices refer to.
-    if not sharded.users:
-        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(sharded.shape)
-
-
-@untracked
 def pop_weight(param: nn.Parameter, ranks: list[int]) -> tuple[Tensor, bool] | None:
     """Remove and return the unsharded weight of `param`, and whether all `ranks` got the same one.
 
@@ -461,7 +456,7 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
     # After all checks, so that an error leaves every parameter as it was.
     for param in ctx.params:
         if (sharded := sharded_param_of(param)) is not None:
-            expand_placeholder(param, sharded)
+            sharded.show_shape(param)
 
 
 @untracked

@@ -38,7 +38,6 @@ class GradientSource(ABC):
         self.buckets = list(buckets)
         self.given = []
         self._params = {p for b in buckets for p in b.params}
-        self._axes = {b: self.ctx.mesh.expand((*b.held, *b.axes)) for b in buckets}
 
     def begin(self, plan: BackwardPlan) -> None:  # noqa: B027
         """See `Partitioner.begin`."""
@@ -132,7 +131,7 @@ class GradientSource(ABC):
         self.given = []
         for bucket, grads in zip(self.buckets, mine, strict=True):
             self.given += grads
-            found = by_axes.setdefault(self._axes[bucket], [])
+            found = by_axes.setdefault(bucket.summed, [])
             if bucket.counted and bucket in norms:
                 found.append(norms[bucket])
             elif bucket.counted:
