@@ -103,7 +103,12 @@ class Stage3(ZeroPartitioner):
         }
         shared_out = [p for p, size in sizes.items() if offloads or size > 1]
         small = persistent(shared_out, self.section)
-        sharded = {p for p in shared_out if p not in small}
+        # With the elements of this rank's shards.
+        sharded = {
+            p: p.numel() // mesh.size(*self.ctx.params[p].replicas)
+            for p in shared_out
+            if p not in small
+        }
         leaves = find_leaves(module, self.section.leaf_module)
         self._gatherers = gatherers(module, sharded, self.section, leaves)
         self._leaves = {
@@ -114,12 +119,7 @@ class Stage3(ZeroPartitioner):
         for leaf in self._leaves:  # of the config, also where no weight of theirs is sharded
             mark_leaf(leaf, True)
 
-        elements = {
-            p: p.numel() // self.ctx.mesh.size(*self.ctx.params[p].replicas)
-            for p in shared_out
-            if p in sharded
-        }
-        placement = self.offload.placements(params, elements)
+        placement = self.offload.placements(params, sharded)
         # Small parameters share buckets, as in stage 2; the others have buckets by module.
         small_trained = [p for p in params if p not in sharded]
         replicated = make_buckets(

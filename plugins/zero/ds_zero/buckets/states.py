@@ -37,10 +37,6 @@ def states(
     masters and moments.
     """
 
-    def first(*but: str) -> bool:
-        """Whether this rank is the first along all axes but these."""
-        return all(ctx.mesh.coord[a] == 0 for a in ctx.mesh.expand(ctx.mesh.names) if a not in but)
-
     def others(*but: str) -> tuple[str, ...]:
         """The axes along which ranks have the same as this one, so that they can share the
         writing."""
@@ -60,7 +56,9 @@ def states(
             )
     yield from buffer_states(ctx, module)
     for bucket in buckets:
-        store = bucket.counted and first(*bucket.held, *bucket.axes)
+        # The first of the ranks that have the same.
+        same = others(*bucket.held, *bucket.axes)
+        store = bucket.counted and ctx.mesh.index(*same) == 0
         # Sharded weights: an empty one has no range, so the first rank names it.
         for fragment in bucket.fragments:
             if bucket.weights.sharded and (fragment.stop > fragment.start or 0 in fragment.shape):

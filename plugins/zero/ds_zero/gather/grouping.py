@@ -6,7 +6,7 @@ Decisions from the module tree alone, so that `dscore plan` makes the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,10 @@ def persistent(params: Sequence[nn.Parameter], section: ZeroConfig) -> set[nn.Pa
 
 
 def gatherers(
-    root: nn.Module, partitioned: set[nn.Parameter], section: ZeroConfig, leaves: set[nn.Module]
+    root: nn.Module,
+    partitioned: Container[nn.Parameter],
+    section: ZeroConfig,
+    leaves: set[nn.Module],
 ) -> list[Gatherer]:
     """The modules to hook, in the order of the tree.
 

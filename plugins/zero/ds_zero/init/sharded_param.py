@@ -350,16 +350,13 @@ def cast_param(param: nn.Parameter) -> None:
     """Cast a sharded weight to the dtype of its spec, after construction: see [Note: bits]."""
     # A module may have been given to an engine inside the context: its weights are not ours now.
     sharded = sharded_param_of(param)
-    if (
-        sharded is None
-        or sharded.spec.dtype in (None, sharded.dtype)
-        or not sharded.dtype.is_floating_point
-    ):
+    dtype = None if sharded is None else sharded.spec.dtype
+    if sharded is None or dtype is None or not sharded.dtype.is_floating_point:
         return
-    assert sharded.spec.dtype is not None
-    sharded.cast(sharded.spec.dtype)
-    param.data = sharded.placeholder()
-    _set_attributes(param, sharded)
+    if sharded.dtype != dtype:
+        sharded.cast(dtype)
+        param.data = sharded.placeholder()
+        _set_attributes(param, sharded)
 
 
 def _replace_meta(param: nn.Parameter, data: Tensor) -> None:

@@ -44,15 +44,12 @@ def offload_states(
             f"offload_states(device={OffloadDeviceEnum(device).value!r}): states can only go to "
             "'cpu'"
         )
-    chosen = (
-        list(OffloadStateTypeEnum)
-        if include is None
-        else [OffloadStateTypeEnum(kind) for kind in include]
-    )
+    wanted = OffloadStateTypeEnum if include is None else include
+    chosen = {OffloadStateTypeEnum(kind) for kind in wanted}
     partitioner = _stage3(engine)
     partitioner.release_for_offload()
     offloaded = partitioner.offloaded
-    for kind in sorted(set(chosen), key=list(OffloadStateTypeEnum).index):
+    for kind in (k for k in OffloadStateTypeEnum if k in chosen):
         tensors = list(_tensors(partitioner, engine.optimizer, kind))
         if kind is OffloadStateTypeEnum.hp_params:
             weights = {t.untyped_storage()._cdata for t in _weights(partitioner)}
