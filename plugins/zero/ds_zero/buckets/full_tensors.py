@@ -119,11 +119,11 @@ class FullTensors(Masters):
         self._send_counts = [0] * bucket.world
         self._receive_counts = [0] * bucket.world
         for (owner, _), span in zip(sorted(leaving), self._leaving, strict=True):
-            self._send_counts[owner] += span.stop - span.start
+            self._send_counts[owner] += span.numel
         for index in self._arriving:
             for source in layout.ranks(index):
                 span = layout.span(index, source)
-                self._receive_counts[source] += span.stop - span.start
+                self._receive_counts[source] += span.numel
 
         # -- memory --
         # Of weights and exchanges; masters or shards may be on the host.
@@ -178,7 +178,7 @@ class FullTensors(Masters):
 
     @property
     def _owned(self) -> list[Fragment]:
-        return [p for p in self.fragments if p.stop > p.start]
+        return [p for p in self.fragments if p.numel]
 
     # -- exchanges ---------------------------------------------------------------------------------
 
@@ -211,20 +211,17 @@ class FullTensors(Masters):
 
     def targets(self) -> list[Tensor | None]:
         """See `Masters.targets`."""
-        shard = self.bucket.weights.shard
-        # The step does not read an evicted shard into memory.
-        if self.bucket.weights.evicts is not None:
-            return [None] * len(self.fragments)
-        return [self._target(p, shard) for p in self.fragments]
+        return [self._target(p) for p in self.fragments]
 
-    def _target(self, fragment: Fragment, shard: Tensor) -> Tensor | None:
+    def _target(self, fragment: Fragment) -> Tensor | None:
         """Where a step can write the new weight: in this shard, on the master's device, cast."""
+        weights = self.bucket.weights
         master = fragment.master
-        if fragment.stop == fragment.start or not self._local(fragment.index):
+        writes = fragment.numel and self._local(fragment.index) and self.dtype != self.bucket.dtype
+        # The step does not read an evicted shard into memory.
+        if not writes or weights.evicts is not None or master.device != weights.shard.device:
             return None
-        if master.device != shard.device or master.dtype == shard.dtype:
-            return None
-        return self._in_shard(shard, fragment.index)
+        return self._in_shard(weights.shard, fragment.index)
 
     @torch.no_grad()
     def write_back(self, unused: Iterable[Fragment]) -> None:
@@ -232,7 +229,7 @@ class FullTensors(Masters):
         shard = self.bucket.weights.shard
         with self.bucket.weights.in_memory(write=True):
             for fragment, copy in zip(self.fragments, self.targets(), strict=True):
-                if fragment.stop > fragment.start and copy is None and self._local(fragment.index):
+                if fragment.numel and copy is None and self._local(fragment.index):
                     self._in_shard(shard, fragment.index).copy_(fragment.master)
             # The exchange of `_collect` in reverse: send and receive counts are swapped.
             if not self._moves:
@@ -243,7 +240,7 @@ class FullTensors(Masters):
             comm.all_to_all_single(
                 out, source, self._send_counts, self._receive_counts, group=self.bucket.group
             )
-            sizes = [span.stop - span.start for span in self._leaving]
+            sizes = [span.numel for span in self._leaving]
             for span, values in zip(self._leaving, out.split(sizes), strict=True):
                 shard[span.within].copy_(values)
 
@@ -279,10 +276,8 @@ class FullTensors(Masters):
         if shard is None or not any(grads.used):
             return [None] * len(self.fragments)
         found = self._collect(shard)
-        given: list[Tensor | None] = []
-        for fragment in self.fragments:
-            if fragment.stop > fragment.start and grads.used[fragment.index]:
-                given.append(self._whole(fragment, shard, found).to(fragment.master.device))
-            else:
-                given.append(None)
-        return given
+        used = grads.used
+        return [
+            self._whole(p, shard, found).to(p.master.device) if p.numel and used[p.index] else None
+            for p in self.fragments
+        ]

@@ -28,9 +28,14 @@ class Span(NamedTuple):
     at: int
 
     @property
+    def numel(self) -> int:
+        """How many these are."""
+        return self.stop - self.start
+
+    @property
     def within(self) -> slice:
         """These elements as a range of the shard."""
-        return slice(self.at, self.at + self.stop - self.start)
+        return slice(self.at, self.at + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,6 @@ class Layout:
         """The ranks whose shards have elements of tensor `index`."""
         begin = self.offsets[index]
         size = self.sizes[index]
-        return (
-            range(begin // self.shard_numel, (begin + size - 1) // self.shard_numel + 1)
-            if size
-            else range(0)
-        )
+        if not size:
+            return range(0)
+        return range(begin // self.shard_numel, (begin + size - 1) // self.shard_numel + 1)

@@ -147,10 +147,7 @@ class Masters:
         parts = (
             weights.parts if staged is weights.shard else [staged[p.within] for p in self.fragments]
         )
-        return [
-            part if p.stop > p.start else None
-            for part, p in zip(parts, self.fragments, strict=True)
-        ]
+        return [part if p.numel else None for part, p in zip(parts, self.fragments, strict=True)]
 
     def write_back(self, unused: Iterable[Fragment]) -> None:
         """After a step, which has written `targets`: write the remaining new weights.
@@ -175,7 +172,7 @@ class Masters:
         """For each of `fragments`, its reduced gradient; None: no rank had one, or no element."""
         if grads.shard is None:
             return [None] * len(self.fragments)
-        used = (grads.used[p.index] and p.stop > p.start for p in self.fragments)
+        used = (grads.used[p.index] and p.numel for p in self.fragments)
         return [part if u else None for part, u in zip(grads.views(), used, strict=True)]
 
     def ranges(self, index: int) -> list[tuple[int, int]]:

@@ -31,9 +31,14 @@ class Fragment:
     master: nn.Parameter
 
     @property
+    def numel(self) -> int:
+        """How many elements these are."""
+        return self.stop - self.start
+
+    @property
     def within(self) -> slice:
         """The fragment as a range of the shard."""
-        return slice(self.at, self.at + self.stop - self.start)
+        return slice(self.at, self.at + self.numel)
 
 
 class DeferredUpdates(Protocol):

@@ -61,14 +61,14 @@ def states(
         store = bucket.counted and ctx.mesh.index(*same) == 0
         # Sharded weights: an empty one has no range, so the first rank names it.
         for fragment in bucket.fragments:
-            if bucket.weights.sharded and (fragment.stop > fragment.start or 0 in fragment.shape):
-                keep = store and (fragment.stop > fragment.start or bucket.rank == 0)
+            if bucket.weights.sharded and (fragment.numel or 0 in fragment.shape):
+                keep = store and bool(fragment.numel or bucket.rank == 0)
                 read = reader.of(bucket, bucket.weights.evicts)
                 part = bucket.weights.parts[fragment.index]
                 yield fragment_state("module", part, bucket, fragment, keep, read)
         # What the optimizer updates, and its states.
         for fragment in bucket.masters.fragments:
-            if fragment.stop > fragment.start:
+            if fragment.numel:
                 yield from _updated(bucket, fragment, optimizer, store, reader)
                 if optimizer is not None:
                     yield from bucket.masters.saved(fragment, store)
@@ -233,9 +233,7 @@ def _load_optimizer(
                 continue
             values = {}
             replaced = optimizer.state.get(fragment.master, {})
-            for key, name in (
-                saved.get(fragment.name, {}).items() if fragment.stop > fragment.start else ()
-            ):
+            for key, name in saved.get(fragment.name, {}).items() if fragment.numel else ():
                 # Evicted states have no memory to read into.
                 old = replaced.get(key) if bucket.masters.evicts is None else None
                 if bucket.masters.full_tensors or key in counters:
@@ -250,7 +248,7 @@ def adopt(fragment: Fragment, state: Mapping[str, Any], *, full: bool) -> dict[s
 
     full: all of it.
     """
-    if fragment.stop == fragment.start:
+    if not fragment.numel:
         return {}
     kept = dict(state)
     for key, value in state.items():

@@ -260,7 +260,7 @@ class _Spare:
         if staged is not None and not self.steps:
             self.copies = torch.empty_like(staged)
         copies = [
-            self.copies[p.within] if self.copies is not None and p.stop > p.start else None
+            self.copies[p.within] if self.copies is not None and p.numel else None
             for p in bucket.fragments
         ]
         self.stepper = Stepper([p.master for p in bucket.fragments], copies)

@@ -53,7 +53,7 @@ class SimulatedBucket:
     def owned(self, rank: int) -> int:
         """Elements of parameters in the shard of `rank`: without padding."""
         spans = (self.layout.span(index, rank) for index in range(len(self.params)))
-        return sum(span.stop - span.start for span in spans)
+        return sum(span.numel for span in spans)
 
 
 class SimulatedUnit(GatherUnit):

@@ -396,7 +396,7 @@ class Reducer(GradientSource):
     def unused(self, bucket: FlatBucket) -> list[Fragment]:
         """See `GradientSource.unused`."""
         used = self._all[bucket].used
-        return [p for p in bucket.fragments if not used[p.index] and p.stop > p.start]
+        return [p for p in bucket.fragments if not used[p.index] and p.numel]
 
     def zero_grad(self) -> None:
         """See `GradientSource.zero_grad`."""

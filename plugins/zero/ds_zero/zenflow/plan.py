@@ -29,7 +29,7 @@ def held(
         kept = rank_states.run.kept(own)
         for index, param in enumerate(bucket.params):
             span = bucket.layout.span(index, rank_states.rank)
-            here = span.stop - span.start
+            here = span.numel
             columns = param.shape[-1] if param.dim() > 1 else 0
             wanted = count_of(columns, keys.topk_ratio)
             share = wanted / columns if columns > wanted else 1.0

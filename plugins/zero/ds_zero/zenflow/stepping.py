@@ -421,7 +421,7 @@ class ZenFlow(Updates):
             assert bucket.masters.store is not None
             tile.staged = bucket.masters.store.buffer(bucket.layout.shard_numel, bucket.dtype)
             tile.staged.copy_(bucket.masters.flat)
-        empty = tile.staged is None or weight.fragment.stop == weight.fragment.start
+        empty = tile.staged is None or not weight.fragment.numel
         return None if empty else tile.staged[weight.fragment.within]  # type: ignore[index]
 
     def begin_anew(self, optimizer: Optimizer) -> None:

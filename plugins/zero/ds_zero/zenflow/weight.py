@@ -97,10 +97,10 @@ class Weight:
         fragment = self.fragment
         before = self.part
         self.chosen = self.part = None
-        if fragment.stop == fragment.start or not fragment.param.requires_grad:
+        if not fragment.numel or not fragment.param.requires_grad:
             return
         if not self.deferred:
-            self.chosen = Chosen(everything=fragment.stop - fragment.start)
+            self.chosen = Chosen(everything=fragment.numel)
         elif self.picked is not None:
             self.chosen = Chosen.of(self.parts, self.picked)
         if self.chosen is not None and self.chosen.numel:
@@ -182,7 +182,7 @@ class Tile:
         """
         return [
             self.sums[0][w.fragment.within]
-            if w.used and w.fragment.stop > w.fragment.start and (everything or w.deferred)
+            if w.used and w.fragment.numel and (everything or w.deferred)
             else None
             for w in self.weights
         ]
