@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ds_access.param_shard import ParamShard
-from ds_state_stores import StateStore, is_evicted
+from ds_state_stores import is_evicted
 from torch import Tensor
 
 from ds_core.errors import UsageError
@@ -52,14 +52,16 @@ class FragmentShard(ParamShard):
     def read(self, tensor: Tensor) -> Tensor:
         """See `ParamShard.read`."""
         found = self._here(tensor)
-        return found if not is_evicted(found) else self._store.read(found)
+        store = self._bucket.masters.evicts
+        return store.read(found) if store is not None and is_evicted(found) else found
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """See `ParamShard.write`."""
         found = self._here(tensor)
         values = values.view(tensor.shape)
-        if is_evicted(found):
-            self._store.write(found, values)
+        store = self._bucket.masters.evicts
+        if store is not None and is_evicted(found):
+            store.write(found, values)
         else:
             found.copy_(values)
         self._bucket.masters.written(self._fragment)
@@ -68,12 +70,6 @@ class FragmentShard(ParamShard):
         """`tensor`, or its host copy while it is offloaded; no copy to or from it is running."""
         self._partitioner.settle()
         return self._partitioner.offloaded.view(tensor.detach())
-
-    @property
-    def _store(self) -> StateStore:
-        store = self._bucket.masters.evicts
-        assert store is not None, self.name
-        return store
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -135,13 +135,10 @@ class Coder:
 class QuantisedGather(WeightGather):
     """qwZ: an all-gather of 8-bit messages."""
 
+    exact = False
+
     def __init__(self, coder: Coder) -> None:
         self._coder = coder
-
-    @property
-    def exact(self) -> bool:
-        """See `WeightGather.exact`: never."""
-        return False
 
     def start(self, bucket: FlatBucket) -> Works:
         """See `WeightGather.start`."""

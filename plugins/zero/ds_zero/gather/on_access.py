@@ -77,17 +77,15 @@ class GatherOnAccess(TorchFunctionMode):
         super().__init__()
         # What was gathered, and not yet written back and resharded.
         self._open: dict[nn.Parameter, WeightHandle] = {}
-        # To restore `_DEPTH`; the context may be entered several times.
-        self._tokens: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._tokens.append(_DEPTH.set(_DEPTH.get() + 1))
+        _DEPTH.set(_DEPTH.get() + 1)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         # The mode ends first: what follows calls torch functions with these parameters.
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        _DEPTH.reset(self._tokens.pop())
+        _DEPTH.set(_DEPTH.get() - 1)
         if kind is None:
             self.release(all_weights=True)
         # After an error writes may be incomplete, and other ranks may not come here.
