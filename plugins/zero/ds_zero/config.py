@@ -88,6 +88,11 @@ _OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 """Deprecated switches, and the sections that they are read as."""
 
 
+def _tuned(values: list[Any], *stages: int) -> dict[str, Any]:
+    """For ``dscore tune``: values to try, and the stages at which the key has an effect."""
+    return {"x-ds-tune": {"values": values, "stages": list(stages)}}
+
+
 class ZeroConfig(Section):
     """What is sharded over ranks, and how it is communicated. Sizes are numbers of elements."""
 
@@ -101,20 +106,18 @@ class ZeroConfig(Section):
         True,
         "Copy each gradient into its flat bucket as soon as it is computed; false: when the bucket "
         "is reduced.",
-        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
+        json_schema_extra=_tuned([True, False], 1, 2),
     )
     reduce_scatter: bool = option(
         True,
         "Reduce-scatter gradients; false: all-reduce them.",
-        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
+        json_schema_extra=_tuned([True, False], 1, 2),
     )
     reduce_bucket_size: int = option(
         500_000_000,
         "Elements per reduction; a larger parameter has its own.",
         gt=0,
-        json_schema_extra={
-            "x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2, 3]}
-        },
+        json_schema_extra=_tuned([50_000_000, 500_000_000, 1_000_000_000], 1, 2, 3),
     )
     use_multi_rank_bucket_allreduce: bool = option(
         True,
@@ -124,7 +127,7 @@ class ZeroConfig(Section):
         None,
         "Reduce gradients while backward runs; null: only in stage 3. False: backward waits for "
         "each bucket.",
-        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2, 3]}},
+        json_schema_extra=_tuned([True, False], 1, 2, 3),
     )
     ignore_unused_parameters: bool = option(
         True, "False: a trainable parameter without a gradient is an error."
@@ -139,16 +142,14 @@ class ZeroConfig(Section):
     allgather_partitions: bool = option(
         True,
         "All-gather updated weights; false: each rank broadcasts its own.",
-        json_schema_extra={"x-ds-tune": {"values": [True, False], "stages": [1, 2]}},
+        json_schema_extra=_tuned([True, False], 1, 2),
     )
     allgather_bucket_size: int = option(
         500_000_000,
         "Elements per all-gather; a larger parameter has its own.",
         gt=0,
         old=("allgather_size",),
-        json_schema_extra={
-            "x-ds-tune": {"values": [50_000_000, 500_000_000, 1_000_000_000], "stages": [1, 2]}
-        },
+        json_schema_extra=_tuned([50_000_000, 500_000_000, 1_000_000_000], 1, 2),
     )
     sub_group_size: int = option(
         1_000_000_000,
@@ -162,16 +163,14 @@ class ZeroConfig(Section):
         "Elements gathered ahead of their use.",
         ge=0,
         alias="stage3_prefetch_bucket_size",
-        json_schema_extra={
-            "x-ds-tune": {"values": [5_000_000, 50_000_000, 500_000_000], "stages": [3]}
-        },
+        json_schema_extra=_tuned([5_000_000, 50_000_000, 500_000_000], 3),
     )
     param_persistence_threshold: int = option(
         100_000,
         "Parameters with fewer elements stay unsharded.",
         ge=0,
         alias="stage3_param_persistence_threshold",
-        json_schema_extra={"x-ds-tune": {"values": [10_000, 100_000, 1_000_000], "stages": [3]}},
+        json_schema_extra=_tuned([10_000, 100_000, 1_000_000], 3),
     )
     model_persistence_threshold: int = option(
         sys.maxsize,
@@ -258,12 +257,12 @@ class ZeroConfig(Section):
     offload_param: OffloadParam | None = option(
         None,
         "Where the parameters of stage 3 are kept.",
-        json_schema_extra={"x-ds-tune": {"values": [{"device": "cpu"}], "stages": [3]}},
+        json_schema_extra=_tuned([{"device": "cpu"}], 3),
     )
     offload_optimizer: OffloadOptimizer | None = option(
         None,
         "Where optimizer states are kept.",
-        json_schema_extra={"x-ds-tune": {"values": [{"device": "cpu"}], "stages": [1, 2, 3]}},
+        json_schema_extra=_tuned([{"device": "cpu"}], 1, 2, 3),
     )
     cpu_offload: bool | None = option(
         None, "Deprecated: true is read as offload_optimizer.device cpu."

@@ -143,17 +143,14 @@ class OffloadStores:
                 break
             chosen.add(param)
             taken += param.numel()
-        places = {
-            (states, weights): StatePlacement(
-                self.optimizer if states else None,
-                self._in_memory if weights else self.param,
-                self.transfers,
-                self.deferred and states,
-            )
-            for states in (True, False)
-            for weights in (True, False)
-        }
-        return lambda param: places[param in chosen, param in kept]
+
+        def place(param: nn.Parameter) -> StatePlacement:
+            masters = self.optimizer if param in chosen else None
+            shards = self._in_memory if param in kept else self.param
+            deferred = self.deferred and param in chosen
+            return StatePlacement(masters, shards, self.transfers, deferred)
+
+        return place
 
     def close(self) -> None:
         """Close the stores; also called at exit."""
