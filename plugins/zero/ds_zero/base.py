@@ -30,7 +30,8 @@ from ds_zero.init.sharded_param import prepare_module, unshard_module
 from ds_zero.offload.placement import OffloadStores, collects, not_evicted
 from ds_zero.offload.state_offload import BACKWARD, FORWARD, OffloadedStates
 from ds_zero.offload.tiled_step import agree_on_rounds
-from ds_zero.reduce.make import make_reducer
+from ds_zero.reduce.local_grads import LocalGradients
+from ds_zero.reduce.reducer import Reducer
 from ds_zero.updates import Updates
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class ZeroPartitioner(WeightOwner):
         # What is in no bucket: frozen parameters that stay replicated, and buffers.
         unshard_module(module)
         broadcast_module(self.ctx, module, but=self.fragments)
-        self._reducer = self._make_reducer()
+        self._reducer = self._make_reducer([b for b in self.buckets if b.trains])
         self.takes_gradients = not (updated and self._reducer.local)
         self.updates = self._make_updates()
         self._install_hooks(module)
@@ -191,9 +192,10 @@ class ZeroPartitioner(WeightOwner):
     def _lay_out(self, module: nn.Module, params: Sequence[nn.Parameter]) -> list[FlatBucket]:
         """The buckets of `params` (of the optimizer), and of any others that are sharded."""
 
-    def _make_reducer(self) -> GradientSource:
-        """The source of gradients for the buckets that are trained."""
-        return make_reducer(self, [b for b in self.buckets if b.trains])
+    def _make_reducer(self, buckets: list[FlatBucket]) -> GradientSource:
+        """The source of gradients for these buckets."""
+        local = LocalGradients.suits(self.ctx, buckets)
+        return LocalGradients(self, buckets) if local else Reducer(self, buckets)
 
     def reduce_group(self, bucket: FlatBucket) -> Any:
         """The process group of a bucket's reduction."""

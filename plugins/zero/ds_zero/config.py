@@ -30,6 +30,14 @@ default.
 """
 
 
+def _list(value: Any) -> Any:
+    """A text as a list, a list of texts without duplicates; anything else is left to later checks."""
+    listed = [value] if isinstance(value, str) else value
+    if isinstance(listed, list) and all(isinstance(text, str) for text in listed):
+        return list(dict.fromkeys(listed))
+    return value
+
+
 class LeafModules(Section):
     """Modules that are gathered as one unit.
 
@@ -48,13 +56,7 @@ class LeafModules(Section):
     def _lists(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        listed = {k: [v] if isinstance(v, str) else v for k, v in data.items()}
-        texts = {
-            k: v
-            for k, v in listed.items()
-            if isinstance(v, list) and all(isinstance(i, str) for i in v)
-        }
-        return {**listed, **{k: list(dict.fromkeys(v)) for k, v in texts.items()}}
+        return {key: _list(value) for key, value in data.items()}
 
 
 class Loco(Section):

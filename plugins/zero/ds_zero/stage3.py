@@ -42,7 +42,6 @@ from ds_zero.init.sharded_param import remove_attributes
 from ds_zero.offload.placement import StatePlacement, Transfers
 from ds_zero.offload.quantised_store import QuantisedStore
 from ds_zero.offload.state_offload import BACKWARD
-from ds_zero.reduce.make import make_reducer
 
 if TYPE_CHECKING:
     from ds_run_state.states import StateSource
@@ -299,11 +298,11 @@ class Stage3(ZeroPartitioner):
         super().load_states(source, optimizer, strict=strict)
         self.gathering.refresh()
 
-    def _make_reducer(self) -> GradientSource:
+    def _make_reducer(self, buckets: list[FlatBucket]) -> GradientSource:
         self._groups = _own_groups(self.ctx.mesh, {b.axes for b in self.buckets if b.world > 1})
-        trained = [b for b in self.buckets if b.trains and b not in self._untrained]
+        trained = [b for b in buckets if b not in self._untrained]
         self._reduce_4 = quantised_reduce(self.ctx, self.section, trained)
-        return make_reducer(self, trained)
+        return super()._make_reducer(trained)
 
     def reduce_group(self, bucket: FlatBucket) -> Any:
         """See `ZeroPartitioner.reduce_group`."""

@@ -129,11 +129,9 @@ class GatherOnAccess(TorchFunctionMode):
         handles = sorted(self._open.values(), key=lambda h: h.order)
         # Garbage is collected at another time on each rank, so ranks have to agree which views
         # live.
-        in_use = (
-            [False] * len(handles)
-            if all_weights
-            else [bool(v) for v in agree(handles, [_in_use(h.param) for h in handles])]
-        )
+        in_use = [0] * len(handles)
+        if not all_weights:
+            in_use = agree(handles, [_in_use(h.param) for h in handles])
         for handle, stays in zip(handles, in_use, strict=True):
             if stays:
                 continue

@@ -7,7 +7,7 @@ micro-batches, nested backwards and shared weights give.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from ds_core.partition import GradGroup
 from ds_zero.reduce.source import GradientSource
 
 if TYPE_CHECKING:
+    from ds_core.context import Context
     from ds_zero.buckets.flat import FlatBucket
 
 
@@ -24,6 +25,18 @@ class LocalGradients(GradientSource):
     """See the module's docstring."""
 
     local = True
+
+    @classmethod
+    def suits(cls, ctx: Context, buckets: Sequence[FlatBucket]) -> bool:
+        """Whether gradients of `buckets` can stay where autograd leaves them."""
+        accumulate = ctx.precision.accumulate
+        return (
+            ctx.mesh.size("dp") == 1
+            and ctx.grain == "element"
+            and all(b.masters.store is None and b.weights.on_host is None for b in buckets)
+            # A gradient can stay in param.grad only where it accumulates in the parameter's dtype.
+            and all(accumulate in (None, b.dtype) for b in buckets)
+        )
 
     @torch.no_grad()
     def add(self, param: nn.Parameter, grad: Tensor) -> None:

@@ -99,11 +99,9 @@ class Chosen:
     @property
     def numel(self) -> int:
         """How many there are."""
-        return (
-            self.everything
-            if self.everything is not None
-            else sum(p.rows * c.numel() for p, c in self.places)
-        )
+        if self.everything is not None:
+            return self.everything
+        return sum(p.rows * c.numel() for p, c in self.places)
 
     def take(self, flat: Shaped[Tensor, " fragment"]) -> Shaped[Tensor, " chosen"]:
         """Their values in a flat fragment, as a new flat tensor."""
