@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ds_zero.comm.hierarchy import sharding_axes
 from ds_zero.init.sharded_param import describe, mark_in_place
-from ds_zero.init.status import ZeroParamStatus
 
 if TYPE_CHECKING:
     from ds_zero.base import ZeroPartitioner
@@ -23,10 +22,9 @@ def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
     """
     for bucket in owner.buckets:
         for fragment in bucket.fragments:
-            part = bucket.weights.parts[fragment.index]
-            describe(fragment.param, fragment.name, torch.Size(fragment.shape), part)
-            if not bucket.weights.sharded:
-                _describe_unsharded(fragment.param)
+            place = (torch.Size(fragment.shape), bucket.weights.parts[fragment.index])
+            unsharded = not bucket.weights.sharded
+            describe(fragment.param, fragment.name, *place, unsharded=unsharded)
     mesh = owner.ctx.mesh
     # Those in no bucket: the part that this rank would have.
     for param in module.parameters():
@@ -34,15 +32,8 @@ def describe_all(owner: ZeroPartitioner, module: nn.Module) -> None:
             info = owner.ctx.params[param]
             axes = sharding_axes(mesh, info.replicas)
             part = _part(param, mesh.index(*axes), mesh.size(*axes))
-            describe(param, info.name, param.shape, part)
-            _describe_unsharded(param)
+            describe(param, info.name, param.shape, part, unsharded=True)
             mark_in_place(param)
-
-
-def _describe_unsharded(param: Any) -> None:
-    """Of one that always has its weight; the unit of any other sets its status."""
-    param.ds_persist = True
-    param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _part(param: nn.Parameter, index: int, ranks: int) -> Tensor:

@@ -344,9 +344,8 @@ class ZeroPartitioner(WeightOwner):
         self.offloaded.require("loading states")
         from_fp32 = self.section.load_from_fp32_weights
         self.settle()
-        states.load(
-            self.module, self.buckets, source, optimizer, strict=strict, from_fp32=from_fp32
-        )
+        loaded = (self.ctx, self.module, self.buckets)
+        states.load(*loaded, source, optimizer, strict=strict, from_fp32=from_fp32)
         self.updates.loaded(source, optimizer)
 
     # -- access ------------------------------------------------------------------------------------

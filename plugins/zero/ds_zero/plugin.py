@@ -59,11 +59,10 @@ def ds_mesh_axes(config: RunConfig) -> Iterable[Axis]:
     section = config.section(ZeroConfig)
     if section is None:
         return []
-    sizes = {"hpz": section.zero_hpz_partition_size, "mics": section.mics_shard_size}
-    wanted = {"hpz": sizes["hpz"] > 1, "mics": sizes["mics"] > 0}
-    return [
-        Axis(name, sizes[name], inside="dp", outermost=True) for name, on in wanted.items() if on
-    ]
+    hpz = section.zero_hpz_partition_size
+    mics = section.mics_shard_size
+    wanted = [("hpz", hpz)] * (hpz > 1) + [("mics", mics)] * (mics > 0)
+    return [Axis(name, size, inside="dp", outermost=True) for name, size in wanted]
 
 
 def ds_engine_methods() -> Mapping[str, Ref]:

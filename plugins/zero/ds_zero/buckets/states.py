@@ -159,6 +159,7 @@ class _Reader:
 
 @torch.no_grad()
 def load(
+    ctx: Context,
     module: nn.Module,
     buckets: Sequence[FlatBucket],
     source: StateSource,
@@ -175,13 +176,14 @@ def load(
     """
     known = set(source.names())
     partitioned = {p for b in buckets if b.weights.sharded for p in b.params}
-    unsharded = [(n, p.data) for n, p in module.named_parameters() if p not in partitioned] + list(
-        _persistent_buffers(module)
-    )
-    for name, tensor in unsharded:
-        if strict or f"module/{name}" in known:
-            check_shape(source, f"module/{name}", tuple(tensor.shape))
-            tensor.copy_(read_state(source, f"module/{name}", tensor))
+    unsharded = {
+        f"module/{n}": p.data for n, p in module.named_parameters() if p not in partitioned
+    }
+    unsharded |= {state.name: state.tensor for state in buffer_states(ctx, module)}
+    for name, tensor in unsharded.items():
+        if strict or name in known:
+            check_shape(source, name, tuple(tensor.shape))
+            tensor.copy_(read_state(source, name, tensor))
     for bucket in buckets:
         given = [p for p in bucket.fragments if strict or f"module/{p.name}" in known]
         if bucket.weights.sharded and given:
@@ -290,8 +292,3 @@ def _counters(by_param: Mapping[str, Mapping[str, str]], source: StateSource) ->
 def _range(source: StateSource, name: str, fragment: Fragment, into: object = None) -> Tensor:
     check_shape(source, name, fragment.shape)
     return source.read(name, fragment.start, fragment.stop, into=into)
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = module.state_dict(keep_vars=True)
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)

@@ -319,16 +319,21 @@ def shard_param(param: nn.Parameter, spec: ShardSpec, source: int | None = None)
     _set_attributes(param, sharded)
 
 
-def describe(param: Any, name: str, shape: torch.Size, part: Tensor) -> None:
-    """Set the documented attributes of a parameter of stage 3, but for its status.
+def describe(
+    param: Any, name: str, shape: torch.Size, part: Tensor, *, unsharded: bool = False
+) -> None:
+    """Set the documented attributes of a parameter of stage 3.
 
     part: what this rank has of it, or would have.
+    unsharded: whether it always has its weight; the status of any other is set by what gathers it.
     """
     param.ds_id = name
     param.ds_tensor = part
     param.ds_shape = shape
     param.ds_numel = shape.numel()
-    param.ds_persist = False
+    param.ds_persist = unsharded
+    if unsharded:
+        param.ds_status = ZeroParamStatus.AVAILABLE
     # For code that clears it: modules that need the weight are in its unit.
     param.ds_active_sub_modules = set()
 

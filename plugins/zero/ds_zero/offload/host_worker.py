@@ -163,13 +163,10 @@ def cores_for(kept: float) -> list[int] | None:
     if not hasattr(os, "sched_getaffinity"):
         return None
     mine = tuple(sorted(os.sched_getaffinity(0)))
-    index = 0
-    count = 1
-    if comm.world_size() > 1:
-        place = [host_name(), list(mine)]
-        same = [r for r, answer in enumerate(comm.all_gather_json(place)) if answer == place]
-        index = same.index(comm.rank())
-        count = len(same)
+    place = [host_name(), list(mine)]
+    same = [r for r, answer in enumerate(comm.all_gather_json(place)) if answer == place]
+    index = same.index(comm.rank())
+    count = len(same)
     mine = mine[index * len(mine) // count : (index + 1) * len(mine) // count] or (
         mine[index % len(mine)],
     )

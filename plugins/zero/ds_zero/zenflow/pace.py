@@ -111,10 +111,7 @@ class Pace:
         mine = [w for w in weights if w.tallied and w.used]
         ready = sum(w.rest > w.most / steps for w in mine)
         count = torch.tensor([ready, len(mine)], device=self._ctx.accelerator.current_device())
-        if self._ctx.world_size > 1:
-            comm.label("weights that are due, for ZenFlow")
-            comm.all_reduce(count)
-            ready, everything = count.tolist()
-        else:
-            everything = len(mine)
+        comm.label("weights that are due, for ZenFlow")
+        comm.all_reduce(count)
+        ready, everything = count.tolist()
         return steps >= LONGEST or ready >= self._keys.auto_ratio * everything

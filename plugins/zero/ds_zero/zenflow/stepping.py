@@ -418,8 +418,7 @@ class ZenFlow(Updates):
         """
         bucket = tile.bucket
         if tile.staged is None and bucket.masters.differ:
-            assert bucket.masters.store is not None
-            tile.staged = bucket.masters.store.buffer(bucket.layout.shard_numel, bucket.dtype)
+            tile.staged = tile.buffer(bucket.dtype)
             tile.staged.copy_(bucket.masters.flat)
         empty = tile.staged is None or not weight.fragment.numel
         return None if empty else tile.staged[weight.fragment.within]  # type: ignore[index]

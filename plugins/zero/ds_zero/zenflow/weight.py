@@ -158,11 +158,8 @@ class Tile:
         """Start to copy a step's gradient to the host; the function that then adds it, times
         `factor`, to the sum.
         """
-        store = self.bucket.masters.store
-        size = self.bucket.layout.shard_numel
-        assert store is not None
         if self.arrived is None or self.arrived.dtype != shard.dtype:
-            self.arrived = store.buffer(size, shard.dtype)
+            self.arrived = self.buffer(shard.dtype)
         self.arrived.copy_(shard, non_blocking=True)
         event = accelerator.new_event()
         event.record()
@@ -202,12 +199,13 @@ class Tile:
         return self.sums[0]
 
     def _new_sum(self) -> Tensor:
+        return self.buffer(torch.promote_types(self.bucket.masters.dtype, torch.float32))
+
+    def buffer(self, dtype: torch.dtype) -> Tensor:
+        """Host memory for a shard, with any values."""
         store = self.bucket.masters.store
-        dtype = self.bucket.masters.dtype
         assert store is not None
-        return store.buffer(
-            self.bucket.layout.shard_numel, torch.promote_types(dtype, torch.float32)
-        )
+        return store.buffer(self.bucket.layout.shard_numel, dtype)
 
 
 def _add(total: Tensor, arrived: Tensor, event: Any, factor: float, begun: bool) -> None:
