@@ -87,8 +87,8 @@ class ZenFlow(Updates):
         # Its twins: with the states of the parts, and with the settings of the last interval.
         self.device: Optimizer | None = None
         self._host: Optimizer | None = None
-        self._device_stepper: Stepper | None = None
-        self._host_stepper: Stepper | None = None
+        self._device_stepper: Stepper
+        self._host_stepper: Stepper
 
         # -- what the host has --
         self._worker: HostWorker | None = None
@@ -240,11 +240,7 @@ class ZenFlow(Updates):
             w for w in self.weights if w.grad is not None and not w.deferred and w.part is None
         ]:
             self.build(late)  # they were frozen until now
-        assert (
-            self.optimizer is not None
-            and self.device is not None
-            and self._device_stepper is not None
-        )
+        assert self.optimizer is not None and self.device is not None
         with_part = [w for w in self.weights if w.part is not None]
         grads = [
             w.chosen.take(w.grad.view(-1)) if w.grad is not None and w.chosen else None
@@ -252,7 +248,9 @@ class ZenFlow(Updates):
         ]
         if not any(g is not None for g in grads):
             return
-        _follow_settings(self.device, self.optimizer)
+        # Settings may have changed, such as the learning rate.
+        for group, new in zip(self.device.param_groups, settings_of(self.optimizer), strict=True):
+            group.update(new)
         kept = settings_of(self.device)
         self._device_stepper.step(self.device, grads, factor)
         self._device_stepper.release()
@@ -334,7 +332,6 @@ class ZenFlow(Updates):
 
     def _update(self, tile: Tile, grads: Sequence[Tensor | None], scale: float) -> None:
         """The host's optimizer step for one bucket."""
-        assert self._host_stepper is not None
         before = [None] * tile.place
         after = [None] * (len(self.weights) - tile.place - len(grads))
         self._host_stepper.step(self._host, [*before, *grads, *after], scale)
@@ -485,9 +482,3 @@ class ZenFlow(Updates):
 def _state(optimizer: Optimizer | None, updated: Tensor) -> dict[str, Any]:
     """The state that an optimizer has of `updated`; none where there is none."""
     return {} if optimizer is None else optimizer.state.get(updated, {})
-
-
-def _follow_settings(twin_: Optimizer, optimizer: Optimizer) -> None:
-    """Give its groups the settings of the other's, such as the learning rate."""
-    for group, new in zip(twin_.param_groups, settings_of(optimizer), strict=True):
-        group.update(new)
