@@ -66,6 +66,15 @@ engine.save_checkpoint("other")
 export_deepspeed("other", "deepspeed_runs/global_step1000")
 """
 
+DCP_CHECKPOINT = """
+from ds_checkpoint.formats.convert import convert
+
+engine.backward(engine(x, y))
+engine.step()
+engine.save_checkpoint("runs/a")
+convert("runs/a", "titan/checkpoint/step-1000", "dcp")
+"""
+
 TINY_LLAMA = """
 import pathlib
 import tokenizers, torch, transformers
@@ -130,7 +139,15 @@ class Net(nn.Module):
 
 data, held_out = (torch.utils.data.TensorDataset(torch.randn(n, 4), torch.randn(n, 1)) for n in (16, 5))
 """,
-    "docs/checkpoints.md": ENGINE + CONFIG_FILE + DEEPSPEED_CHECKPOINT,
+    "docs/checkpoints.md": ENGINE
+    + CONFIG_FILE
+    + DEEPSPEED_CHECKPOINT
+    + """
+from ds_checkpoint.formats.convert import convert
+
+convert("other", "titan/checkpoint/step-1000", "dcp")
+pathlib.Path("config.json").write_text("{}")
+""",
     "docs/moe.md": TORCH + CONFIG_FILE,
     "docs/larger-than-memory.md": TORCH,
     "docs/data-sampling.md": TORCH
@@ -178,6 +195,7 @@ pathlib.Path("config.json").write_text(json.dumps({"train_micro_batch_size_per_g
 """,
     "plugins/access/README.md": ENGINE + "loss = engine(x, y)\n",
     "plugins/checkpoint/README.md": ENGINE,
+    "plugins/checkpoint_dcp/README.md": ENGINE + DCP_CHECKPOINT,
     "plugins/checkpoint_deepspeed/README.md": ENGINE + DEEPSPEED_CHECKPOINT,
     "plugins/evaluation/README.md": TORCH
     + """

@@ -31,6 +31,7 @@ KITS = {
     "ds_partitioner": "PartitionerConformance",
     "ds_runner": "RunnerConformance",
     "ds_checkpointer": "CheckpointerConformance",
+    "ds_checkpoint_formats": "CheckpointFormatConformance",
     "ds_precision": "PrecisionConformance",
     "ds_loader": "LoaderConformance",
     "ds_gradients": "GradientsConformance",
@@ -50,7 +51,7 @@ KITS = {
 """The kit of each hook that has one of its own; observers have `ObserverConformance`, the rest
 `PluginConformance`.
 """
-OWN_KITS = {"PipelineScheduleConformance"}
+OWN_KITS = {"CheckpointFormatConformance", "PipelineScheduleConformance"}
 """Kits that come with the hook's package, not with dscore-testing."""
 
 

@@ -22,6 +22,7 @@ HOOKS = {
     "ds_schedulers": "schedulers",
     "ds_state_stores": "state_stores",
     "ds_checkpoint_storages": "checkpoint_storages",
+    "ds_checkpoint_formats": "checkpoint_formats",
     "ds_collectives": "collectives",
     "ds_launchers": "launchers",
     "ds_commands": "commands",

@@ -1,5 +1,5 @@
-"""``dscore checkpoint``: inspect, verify, compare, export and prune checkpoints. torch is loaded
-when one is read.
+"""``dscore checkpoint``: inspect, verify, compare, convert, export and prune checkpoints. torch is
+loaded when one is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ds_command_kit.app import OpenGroup
-from ds_command_kit.show import check_folder, show_json, show_table
+from ds_command_kit.show import CommandError, check_folder, say_error, show_json, show_table
 
 if TYPE_CHECKING:
     from ds_checkpoint.offline import Saved
@@ -30,7 +30,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 app = typer.Typer(
     cls=OpenGroup,
-    help="Inspect, verify, compare, export and prune checkpoints.",
+    help="Inspect, verify, compare, convert, export and prune checkpoints.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -187,6 +187,68 @@ def export(
         )
     for path in paths:
         typer.echo(str(path))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint of any known format, or a folder above it; or a URL.",
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Folder to write into, where nothing is replaced; or a URL.",
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FORMAT", help="dscore, or a format that a package brings."),
+    ] = "dscore",
+    given: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FORMAT", help="The format of SOURCE; default: seen in it."),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="NAME", help="The checkpoint below SOURCE.")
+    ] = None,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="PATH",
+            help="A config.json, or a folder with one, to go beside safetensors.",
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint in another program's format, or make one of ours out of it.
+
+    One tensor at a time is in memory.
+
+    Exit codes:
+      0: the checkpoint is written; stderr says what could not be taken over
+      1: SOURCE cannot be read, or OUTPUT cannot be written
+      2: FORMAT is not known
+
+    Examples:
+      dscore checkpoint convert runs/first fsdp --to dcp
+      dscore checkpoint convert titan/step-1000 runs/first
+      dscore checkpoint convert runs/first weights --to safetensors --config config.json
+    """
+    from ds_checkpoint.formats.convert import convert as make
+    from ds_checkpoint.storages.finding import is_url
+
+    for path in (source, model_config):
+        if path is not None and not is_url(path) and not Path(path).exists():
+            raise CommandError(f"no such file or folder: {str(path)!r}")
+    written = make(source, output, to, tag=tag, given=given, model_config=model_config)
+    typer.echo(str(written.path))
+    for text in written.missing:
+        say_error(text)
 
 
 @app.command()

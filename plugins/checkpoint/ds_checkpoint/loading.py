@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from ds_run_state import RunState, SavedRun, persistent_buffers, some
 from ds_run_state.slices import SLICES
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_checkpoint.collective_errors import on_every_rank, on_first_rank
-from ds_checkpoint.folder.contents import class_name
+from ds_checkpoint.folder.contents import class_name, shared_names
 from ds_checkpoint.folder.format import (
     COMMON,
     DAMAGED,
@@ -26,15 +27,13 @@ from ds_checkpoint.folder.format import (
 )
 from ds_checkpoint.folder.sites import Site, complete, find_site, introduce
 from ds_checkpoint.folder.values import decode
+from ds_checkpoint.formats.resuming import find_foreign, open_foreign, saved_run
 from ds_checkpoint.source import SavedStates
 from ds_checkpoint.storages.contract import Storage, Stored
 from ds_checkpoint.storages.disk import DiskCheckpoint, DiskStorage
 from ds_checkpoint.storages.finding import Storages, shown
 from ds_core.engine import Folder, LoadOptions
 from ds_core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 log = logging.getLogger("ds_checkpoint")
 
@@ -71,6 +70,9 @@ def load(
     device = run.ctx.accelerator.current_device()
     if site.local and isinstance(storage, DiskStorage):
         introduce(action, storage.root, options.tag, site, device)
+    foreign = on_first_rank(action, lambda: find_foreign(run, storage, options))
+    if foreign is not None:
+        return _load_foreign(run, action, foreign[0], Path(foreign[1]), options, verify)
     found = on_first_rank(action, lambda: _candidates(storage, options))
     if not found:
         return None, {} if options.missing_ok else None
@@ -82,6 +84,17 @@ def load(
 
     check = functools.partial(_check, run, options, verify, site)
     path, plan, reports = _first_that_fits(action, map(storage.open, found), bring, check)
+    return _restore(run, action, path, plan, reports, options)
+
+
+def _restore(
+    run: RunState,
+    action: str,
+    path: Path | str,
+    plan: _Plan,
+    reports: list[list[str]],
+    options: LoadOptions,
+) -> tuple[str, dict[str, Any]]:
     try:
         # Change: an error from here on leaves a run that is half loaded, so all that can be checked
         # has been.
@@ -96,6 +109,23 @@ def load(
         plan.source.bytes_read,
     )
     return str(path), {} if options.module_only else plan.client
+
+
+def _load_foreign(
+    run: RunState, action: str, name: str, path: Path, options: LoadOptions, verify: bool
+) -> tuple[str, dict[str, Any]]:
+    """Load a checkpoint of another program, which the format `name` reads; what it has no place for
+    is said once.
+    """
+    plan, reports = on_every_rank(
+        action,
+        lambda: _check_foreign(run, options, verify, name, path),
+        lambda plan: plan.unexpected,
+    )
+    if run.rank == 0 and not options.module_only:
+        for text in dict.fromkeys(plan.missing):
+            log.warning("%s (%s): %s", path, name, text)
+    return _restore(run, action, path, plan, reports, options)
 
 
 def _candidates(storage: Storage, options: LoadOptions) -> list[str]:
@@ -171,6 +201,8 @@ class _Plan:
     client: dict[str, Any]
     # All that the run takes over.
     saved: SavedRun
+    # What it cannot take over of another program's checkpoint.
+    missing: Sequence[str] = ()
 
 
 def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, stored: Stored) -> _Plan:
@@ -179,6 +211,7 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, stored
     manifest = stored.manifest()
     source = SavedStates(stored, manifest, run.ctx.mesh, run.ctx.stash.get(SLICES))
     try:
+        source.add_masters()
         if site.first:
             source.check_files()
         if verify:
@@ -211,8 +244,35 @@ def _check(run: RunState, options: LoadOptions, verify: bool, site: Site, stored
             partial=bool(manifest.excluded),
             shared=manifest.shared,
         )
-        return _Plan(manifest, source, unexpected, client, saved)
+        return _Plan(manifest, source, _not_tied(run, unexpected), client, saved)
     # Another candidate may be tried next, with files of its own.
+    except BaseException:
+        source.close()
+        raise
+
+
+def _not_tied(run: RunState, unexpected: list[str]) -> list[str]:
+    """Without further names of tied weights, under which other programs store them as well."""
+    tied = shared_names(run.module)
+    return [name for name in unexpected if name.removeprefix("module/") not in tied]
+
+
+def _check_foreign(
+    run: RunState, options: LoadOptions, verify: bool, name: str, path: Path
+) -> _Plan:
+    """The same for a checkpoint of another program."""
+    source = open_foreign(run, name, path, verify=verify)
+    try:
+        unexpected = _not_tied(run, run.check(source, options))
+        saved, missing = saved_run(run, source)
+        if source.manifest.optimizer is not None:
+            groups = saved.common["optimizer_groups"]
+            _check_optimizer(run.optimizer, source.manifest, groups, options)
+        client = dict(source.found.client)
+        return _Plan(source.manifest, source, unexpected, client, saved, missing)
+    except CheckpointError as error:
+        source.close()
+        raise CheckpointError(f"{path}: {error}") from None
     except BaseException:
         source.close()
         raise
@@ -253,11 +313,9 @@ def _check_optimizer(
             f"the checkpoint's optimizer had {differs}: their states are not the same. Set it as "
             "it was, or start the optimizer afresh with load_optimizer_states=False"
         )
-    elif manifest.optimizer.startswith("deepspeed:"):
-        log.info(
-            "the optimizer's states are those of DeepSpeed's %s",
-            manifest.optimizer.partition(":")[2],
-        )
+    elif ":" in manifest.optimizer:
+        program, _, name = manifest.optimizer.partition(":")
+        log.info("the optimizer's states are those of %s's %s", program, name)
     elif manifest.optimizer != class_name(optimizer):
         log.warning(
             "the checkpoint's optimizer states are of %s, this run has %s; "

@@ -53,6 +53,10 @@ class Saved:
     source: SavedStates
     # Weights that differ along mesh axes, so that they have no one value.
     split: tuple[str, ...]
+    # The run's and the program's values, where it is another program's; None: in the manifest.
+    values: tuple[dict[str, Any], dict[str, Any]] | None = None
+    # What of it could not be taken over, and why.
+    missing: tuple[str, ...] = ()
 
     def weights(self) -> list[str]:
         """Names of module tensors (without ``module/``), in the order of the manifest."""

@@ -1,5 +1,5 @@
-"""What dscore-checkpoint declares: the section ``checkpoint``, the checkpointer and ``dscore
-checkpoint`` (torch-free).
+"""What dscore-checkpoint declares: the section ``checkpoint``, the checkpointer, ``dscore
+checkpoint`` and the format of safetensors (torch-free).
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ds_checkpoint.formats.entry import FormatEntry
 from ds_core.entries import CommandEntry
 
 if TYPE_CHECKING:
@@ -31,5 +32,10 @@ def ds_checkpointer(ctx: Context) -> Checkpointer:
 
 def ds_commands() -> Mapping[str, CommandEntry]:
     """``dscore checkpoint``."""
-    help_line = "Inspect, verify, compare, export and prune checkpoints."
+    help_line = "Inspect, verify, compare, convert, export and prune checkpoints."
     return {"checkpoint": CommandEntry("ds_checkpoint.command:app", help_line)}
+
+
+def ds_checkpoint_formats() -> Mapping[str, FormatEntry]:
+    """Weights as Hugging Face keeps them."""
+    return {"safetensors": FormatEntry("ds_checkpoint.formats.weights:Safetensors", "weights")}

@@ -49,6 +49,16 @@ class SavedStates:
         self._states = _readable(manifest, mesh)
         self._turn = mesh.rank if mesh is not None else 0
 
+    def add_masters(self) -> None:
+        """Let fp32 weights be their own master weights where the checkpoint has none.
+
+        A run of 16 bits that loads a checkpoint of fp32 then starts from what was saved.
+        """
+        for name, state in list(self._states.items()):
+            kind, _, param = name.partition("/")
+            if kind == "module" and state.dtype == "F32":
+                self._states.setdefault(f"master/{param}", state)
+
     @property
     def bytes_read(self) -> int:
         """Tensor data read so far, by this rank."""

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from ds_checkpoint.folder.tensorfile import DTYPES
+from ds_checkpoint.formats.ours import run_values
 from ds_checkpoint.offline import Saved
 from torch import Tensor
 
-from ds_checkpoint_deepspeed.opened import run_values
 from ds_checkpoint_deepspeed.reading.names import their_expert, their_name
 from ds_checkpoint_deepspeed.reading.zero import expert_place
+from ds_checkpoint_deepspeed.saving import Later
 from ds_core.errors import CheckpointError
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -93,6 +95,15 @@ class Model:
         """The optimizer's counter of a parameter."""
         state = f"optimizer/step/{self.place[name][0]}"
         return self.saved.source.whole(state).reshape(()) if state in self.saved.source else None
+
+    def module_later(self) -> dict[str, Later]:
+        """The same as `module`, read when they are written."""
+        found = {name: self._later(name) for name in self.place}
+        return found | {a: found[n] for a, n in self.shared.items() if n in found}
+
+    def _later(self, name: str) -> Later:
+        dtype = DTYPES[self.saved.source.dtype(f"module/{self.place[name][0]}")]
+        return Later(self.shape(name), dtype, lambda: self.weight(name))
 
     def module(self) -> dict[str, Tensor]:
         """All weights and buffers, under all names."""

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from ds_checkpoint.folder import files
 from ds_checkpoint.folder.format import check_name, check_tag
+from ds_checkpoint.offline import Saved
 from torch import Tensor
 
 from ds_checkpoint_deepspeed.exported_model import Model, read_model
 from ds_checkpoint_deepspeed.opened import open_any
-from ds_checkpoint_deepspeed.saving import fragment, loss_scaler, save
+from ds_checkpoint_deepspeed.saving import Later, fragment, loss_scaler, save, save_streamed
 from ds_core.errors import CheckpointError
 
 VERSION = "0.19.8+dscore"
@@ -77,43 +78,45 @@ def export_universal(
     DeepSpeed loads it at stages 1 to 3 and any number of ranks, with ``checkpoint.load_universal``
     in its config; the file ``latest_universal`` above it names it.
     """
-    output = Path(output_folder)
     with open_any(source, tag) as saved:
-        model = read_model(saved)
-        folder = _new_folder(output.parent, check_tag(output.name))
-        homes = _homes(folder / "zero", model)
-        # A folder for each parameter, with a file for each of its states.
-        for name in model.trained:
-            step = model.step(name)
-            if step is not None:
-                save(step, homes[name] / "step.pt")
-            save({"param": model.fp32(name), "cat_dim": 0}, homes[name] / "fp32.pt")
-            for key in model.moments:
-                save({"param": model.moment(key, name), "cat_dim": 0}, homes[name] / f"{key}.pt")
-        for name in model.frozen:
-            save({"param": model.fp32(name)}, homes[name] / "fp32.pt")
-        # At stage 3 DeepSpeed reads one counter for all parameters.
-        step = next(
-            (s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0)
-        )
-        groups = [{**group, "params": [i]} for i, group in enumerate(model.groups)]
-        common = {
-            **_scale(model),
-            "zero_stage": 2,
-            "param_groups": groups,
-            "partition_count": [1] * len(groups),
-            "ds_version": VERSION,
-            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
-        }
-        save(common, folder / "zero" / "optimizer_state.pt")
-        # Stages 1 and 2 look for the first of these files, stage 3 for the second.
-        state = _model_state(model, model.module(), world_size=1, shapes=_by_group(model))
-        save(state, folder / "mp_rank_00_model_states.pt")
-        empty = {
-            n: t if n in model.buffers else torch.empty(0, dtype=t.dtype)
-            for n, t in state["module"].items()
-        }
-        save(state | {"module": empty}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+        return write_universal(saved, Path(output_folder))
+
+
+def write_universal(saved: Saved, output: Path) -> Path:
+    """The same of an opened checkpoint; one parameter is in memory at a time."""
+    model = read_model(saved)
+    folder = _new_folder(output.parent, check_tag(output.name))
+    homes = _homes(folder / "zero", model)
+    # A folder for each parameter, with a file for each of its states.
+    for name in model.trained:
+        step = model.step(name)
+        if step is not None:
+            save(step, homes[name] / "step.pt")
+        save({"param": model.fp32(name), "cat_dim": 0}, homes[name] / "fp32.pt")
+        for key in model.moments:
+            save({"param": model.moment(key, name), "cat_dim": 0}, homes[name] / f"{key}.pt")
+    for name in model.frozen:
+        save({"param": model.fp32(name)}, homes[name] / "fp32.pt")
+    # At stage 3 DeepSpeed reads one counter for all parameters.
+    step = next((s for n in model.trained if (s := model.step(n)) is not None), torch.tensor(0.0))
+    groups = [{**group, "params": [i]} for i, group in enumerate(model.groups)]
+    common = {
+        **_scale(model),
+        "zero_stage": 2,
+        "param_groups": groups,
+        "partition_count": [1] * len(groups),
+        "ds_version": VERSION,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+    }
+    save(common, folder / "zero" / "optimizer_state.pt")
+    # Stages 1 and 2 look for the first of these files, stage 3 for the second.
+    state = _model_state(model, model.module_later(), world_size=1, shapes=_by_group(model))
+    save_streamed(state, folder / "mp_rank_00_model_states.pt")
+    empty = {
+        n: t if n in model.buffers else torch.empty(0, dtype=t.dtype)
+        for n, t in state["module"].items()
+    }
+    save_streamed(state | {"module": empty}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (folder.parent / "latest_universal").write_text(folder.name)
     return folder
 
@@ -171,7 +174,7 @@ def _by_group(model: Model) -> list[dict[str, torch.Size]]:
 
 def _model_state(
     model: Model,
-    module: Mapping[str, Tensor],
+    module: Mapping[str, Tensor] | Mapping[str, Later],
     *,
     world_size: int,
     shapes: list[dict[str, torch.Size]] | None,

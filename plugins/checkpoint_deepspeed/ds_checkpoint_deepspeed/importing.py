@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from ds_checkpoint.folder.format import check_tag
-from ds_checkpoint.folder.tensorfile import check_tensor
+from ds_checkpoint.folder.tensorfile import TensorFile, check_tensor
 from ds_checkpoint.folder.values import encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
+from ds_checkpoint.formats.foreign import new_run
+from ds_checkpoint.formats.ours import encodable
+from ds_checkpoint.formats.weights import INDEX, Safetensors, files_of
 from ds_checkpoint.storages.finding import open_storage
-from ds_run_state.opening import open_plain, parse_json, read_small, read_start
+from ds_run_state.opening import open_plain, read_start
 from ds_run_state.states import StateTensor
 from ds_run_state.torch_files import read_torch_file
 from torch import Tensor
@@ -28,16 +31,7 @@ from ds_checkpoint_deepspeed.reading.foreign import Foreign
 from ds_checkpoint_deepspeed.reading.renaming import in_our_names
 from ds_core.errors import CheckpointError
 
-_INDEX = "model.safetensors.index.json"
-
-NEW_RUN: dict[str, Any] = {
-    **dict.fromkeys(("micro_steps", "global_steps", "global_samples", "skipped_steps"), 0),
-    "scaler": None,
-    "optimizer_groups": [],
-    "optimizer_params": [],
-    "lr_scheduler": None,
-    "data": None,
-}
+_ONE = "model.safetensors"
 
 
 def import_checkpoint(
@@ -60,8 +54,9 @@ def import_checkpoint(
     )
     tag = check_tag(tag if tag is not None else found.tag)
     for piece in (*found.pieces, *(p for pieces in found.cut for p in pieces)):
-        check_tensor(piece.tensor, f"{path}: {piece.name!r}")
-    client, left = _encodable(found.client)
+        if piece.read is None:
+            check_tensor(piece.tensor, f"{path}: {piece.name!r}")
+    client, left = encodable(found.client)
     common: dict[str, Tensor] = {}
     ranks = max(len(found.cut), 1)
     head = {
@@ -116,26 +111,10 @@ def _prepared(
     )
 
 
-def _encodable(client: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What of a client state a checkpoint can hold; and what not, to be reported."""
-    kept = {}
-    left = []
-    for key, value in client.items():
-        try:
-            encode({key: value}, "client_state", {})
-        except CheckpointError as error:
-            left.append(f"left out: {error}")
-        else:
-            kept[key] = value
-    return kept, left
-
-
 def _weights(path: Path) -> Foreign:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    paths = _of_index(path) if path.is_dir() else [path]
-    if path.name.endswith(_INDEX):
-        paths = _of_index(path.parent)
+    paths = _of_folder(path) if path.is_dir() else files_of(path)
     tensors: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     for one in paths:
@@ -148,43 +127,22 @@ def _weights(path: Path) -> Foreign:
         StateTensor(f"module/{n}", t, tuple(t.shape), 0, t.numel(), (), True)
         for n, t in tensors.items()
     ]
-    return Foreign("imported", pieces, shared, [], dict(NEW_RUN), {}, None, [])
+    return Foreign("imported", pieces, shared, [], new_run(), {}, None, [])
 
 
-def _of_index(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if os.path.lexists(index):
-        try:
-            names = sorted(
-                set(parse_json(read_small(index, 1 << 27), 1 << 23)["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{index} is not an index of safetensors files: {error}"
-            ) from error
-        if bad := [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]:
-            raise CheckpointError(
-                f"{index} names {bad[0]!r}, which is not a safetensors file next to it"
-            )
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    raise CheckpointError(
-        f"{folder} holds no checkpoint of DeepSpeed, no model.safetensors and no index; give the "
-        "folder or file itself"
-    )
+def _of_folder(folder: Path) -> list[Path]:
+    if Safetensors().find(folder, None) is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint of DeepSpeed, no {_ONE} and no index; give the "
+            "folder or file itself, or use dscore checkpoint convert, which knows more formats"
+        )
+    return files_of(folder)
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    import safetensors
-
-    _check_is_file(path)
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except Exception as error:  # the library's own error class is not public
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with contextlib.closing(TensorFile(path)) as file:
+        tensors = {name: file.read(name).view(file.tensors[name][1]) for name in file.tensors}
+        metadata = file.metadata
     return tensors, {a: n for a, n in metadata.items() if n in tensors and a not in tensors}
 
 
@@ -202,7 +160,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path} is neither a safetensors file nor one that torch.save wrote; give such a "
             "file, a folder with "
-            f"model.safetensors or {_INDEX}, or a folder of DeepSpeed's"
+            f"{_ONE} or {INDEX}, or a folder of DeepSpeed's"
         )
     found = read_torch_file(path)
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):

@@ -1,10 +1,16 @@
-"""What dscore-checkpoint-deepspeed declares: commands of ``dscore`` (torch-free)."""
+"""What dscore-checkpoint-deepspeed declares: commands of ``dscore``, and the format of DeepSpeed's
+checkpoints (torch-free).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ds_core.entries import CommandEntry
+
+if TYPE_CHECKING:
+    from ds_checkpoint.formats.entry import FormatEntry
 
 
 def ds_commands() -> Mapping[str, CommandEntry]:
@@ -20,3 +26,13 @@ def ds_commands() -> Mapping[str, CommandEntry]:
         "Write a checkpoint in DeepSpeed's form.",
     )
     return {"import": take, "checkpoint import": take, "checkpoint export-deepspeed": give}
+
+
+def ds_checkpoint_formats() -> Mapping[str, FormatEntry]:
+    """DeepSpeed's own."""
+    from ds_checkpoint.formats.entry import FormatEntry
+
+    carries = (
+        "weights, optimizer states, hyperparameters, steps, schedule, loss scale, client state"
+    )
+    return {"deepspeed": FormatEntry("ds_checkpoint_deepspeed.format:DeepSpeed", carries)}

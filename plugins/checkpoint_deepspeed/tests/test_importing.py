@@ -7,11 +7,12 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import safetensors.torch
 import torch
 from ds_checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from ds_checkpoint.formats.conformance import CheckpointFormatConformance
 from ds_checkpoint_deepspeed import export_universal, import_checkpoint
 from ds_checkpoint_deepspeed.reading import folder as folder_of
 from ds_command_kit.app import make_app
@@ -127,3 +128,11 @@ def test_values_of_another_kind_in_deepspeeds_files(tmp_path: Path) -> None:
                 refused += str(file.parent) in str(error)
         torch.save(whole, file)
     assert refused > 5
+
+
+class TestDeepSpeed(CheckpointFormatConformance):
+    plugin = "ds_checkpoint_deepspeed.plugin"
+    name = "deepspeed"
+    one_dtype: ClassVar[bool] = True
+    # for DeepSpeed at stages 1 and 2
+    unread: ClassVar[tuple[str, ...]] = ("mp_rank_00_model_states.pt",)

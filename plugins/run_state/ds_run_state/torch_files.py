@@ -48,7 +48,7 @@ StandIn = tuple[Callable[..., Any], str]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Record:
+class StorageRecord:
     """A stretch of the file that holds a storage."""
 
     offset: int
@@ -75,7 +75,7 @@ def read_torch_file(path: Path, *, stand_ins: Sequence[StandIn] = (), links: boo
         if not begin.startswith((b"PK", b"\x80")):
             raise CheckpointError(f"{path} is not a file that torch.save wrote")
         zipped = begin == b"PK"
-        records = _checked_records(path, file) if zipped else []
+        records = check_zip(path, file) if zipped else []
         stored = sum(record.size for record in records) if zipped else file.seek(0, 2)
     storages: list[tuple[int, int]] = []
 
@@ -106,8 +106,13 @@ def _reason(error: Exception) -> str:
 # -- the zip file ---------------------------------------------------------------------------------
 
 
-def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
-    """The records that hold storages, once every record was compared with its checksum."""
+def check_zip(path: Path | str, file: BinaryIO) -> list[StorageRecord]:
+    """The records that hold storages, once every record was compared with its checksum.
+
+    path: names the file in errors.
+
+    Raises CheckpointError for a record that is compressed, damaged or there twice.
+    """
     try:
         archive = zipfile.ZipFile(file)
     except _ZIP_ERRORS as error:
@@ -128,7 +133,7 @@ def _checked_records(path: Path, file: BinaryIO) -> list[_Record]:
             if kind == "data.pkl":
                 _check_pickle(archive, info, what)
             if kind.startswith("data/") and info.file_size:
-                found.append(_Record(begin, info.file_size, info.filename))
+                found.append(StorageRecord(begin, info.file_size, info.filename))
     return sorted(found)
 
 
@@ -185,7 +190,7 @@ def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 
 def _check_storages(
-    path: Path, storages: Iterable[tuple[int, int]], records: list[_Record]
+    path: Path, storages: Iterable[tuple[int, int]], records: list[StorageRecord]
 ) -> None:
     """Each storage must be one record, whole: both are in the same order, at the same distances."""
     mapped = sorted((address, size) for address, size in storages if size)

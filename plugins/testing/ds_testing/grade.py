@@ -39,6 +39,7 @@ KITS = {
     "ds_charts": "ChartConformance",
     "ds_check": "CheckConformance",
     "ds_checkpoint_storages": "StorageConformance",
+    "ds_checkpoint_formats": "CheckpointFormatConformance",
     "ds_checkpointer": "CheckpointerConformance",
     "ds_collectives": "CollectivesConformance",
     "ds_commands": "CommandConformance",

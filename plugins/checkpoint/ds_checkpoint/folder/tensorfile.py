@@ -205,6 +205,30 @@ def carry(move: Move, values: Tensor, out: Tensor) -> None:
     out.as_strided(shape, (move.target_step, 1), out.storage_offset() + move.target).copy_(source)
 
 
+def read_moved(read: Callable[[int, Tensor], None], move: Move, out: Tensor) -> None:
+    """Do `move` into `out`, a contiguous 1-d CPU tensor, from what ``read(start, into)`` gives: it
+    fills `into` from element `start` on.
+    """
+    if move.rows == 1:
+        read(move.source, out[move.target : move.target + move.length])
+    elif move.length * out.itemsize >= _PAGE:
+        for row in range(move.rows):
+            place = move.target + row * move.target_step
+            read(move.source + row * move.source_step, out[place : place + move.length])
+    else:  # the gaps between short rows are on the same pages
+        at_once = max(1, _BLOCK // (move.source_step * out.itemsize))
+        for row in range(0, move.rows, at_once):
+            rows = min(at_once, move.rows - row)
+            first = move.source + row * move.source_step
+            block = torch.empty((rows - 1) * move.source_step + move.length, dtype=out.dtype)
+            read(first, block)
+            carry(
+                move._replace(source=0, target=move.target + row * move.target_step, rows=rows),
+                block,
+                out,
+            )
+
+
 class TensorFile:
     """An open safetensors file whose header has been checked against its size.
 
@@ -295,25 +319,7 @@ class TensorFile:
         """Read what `move` says of the flattened tensor `key` to its places in `out`, a contiguous
         1-d CPU tensor.
         """
-        if move.rows == 1:
-            self.read_into(key, move.source, out[move.target : move.target + move.length])
-        elif move.length * out.itemsize >= _PAGE:
-            for row in range(move.rows):
-                place = move.target + row * move.target_step
-                self.read_into(
-                    key, move.source + row * move.source_step, out[place : place + move.length]
-                )
-        else:  # the gaps between short rows are on the same pages
-            at_once = max(1, _BLOCK // (move.source_step * out.itemsize))
-            for row in range(0, move.rows, at_once):
-                rows = min(at_once, move.rows - row)
-                first = move.source + row * move.source_step
-                block = self.read(key, first, first + (rows - 1) * move.source_step + move.length)
-                carry(
-                    move._replace(source=0, target=move.target + row * move.target_step, rows=rows),
-                    block,
-                    out,
-                )
+        read_moved(lambda start, into: self.read_into(key, start, into), move, out)
 
     def checksum(self) -> str:
         """Of the whole file, as it is stored."""

@@ -143,7 +143,7 @@ def seal(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> Non
         },
         **prepared.head,
     )
-    job.draft.seal(_readme(job.tag), render_manifest(manifest))
+    job.draft.seal(readme_of(job.tag), render_manifest(manifest))
 
 
 def commit(prepared: Prepared, job: SaveJob, written: list[dict[str, Any]]) -> None:
@@ -163,7 +163,8 @@ def publish(job: SaveJob) -> None:
         job.storage.prune(job.keep_last, job.tag)
 
 
-def _readme(tag: str) -> bytes:
+def readme_of(tag: str) -> bytes:
+    """What a checkpoint says to people who look into it."""
     return f"""# A checkpoint of ds_core
 
 Tensors are in safetensors files, all else in manifest.json; nothing here is pickled or executable. These commands need

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_checkpoint.folder.format import MANIFEST
+from ds_checkpoint.formats.ours import run_values
 
-from ds_checkpoint_deepspeed.opened import open_any, run_values
+from ds_checkpoint_deepspeed.opened import open_any
 from ds_checkpoint_deepspeed.saving import save
 
 _OPTIM = "*_optim_states.pt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from ds_checkpoint.folder.boxes import moves
 from ds_checkpoint.folder.tensorfile import carry
+from ds_checkpoint.formats.foreign import GROUP_KEYS
 from ds_run_state.slices import Box
 from ds_run_state.states import StateTensor
 from torch import Tensor
@@ -43,17 +45,6 @@ _OWN_KEYS = {
     "autoep_layers",
     "args",
 }
-_GROUP_KEYS = (
-    "lr",
-    "initial_lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "amsgrad",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +92,20 @@ class Foreign:
 def whole(name: str, tensor: Tensor) -> StateTensor:
     """A state that is in one piece."""
     return StateTensor(name, tensor.detach(), tuple(tensor.shape), 0, tensor.numel(), (), True)
+
+
+def narrowed(piece: StateTensor, dtype: torch.dtype | None) -> StateTensor:
+    """The same piece in another dtype, cast when it is read: so that a file stays mapped."""
+    if dtype is None or piece.tensor.dtype == dtype:
+        return piece
+    exact = piece.tensor.detach().reshape(-1)
+    stand_in = torch.empty(piece.tensor.shape, dtype=dtype, device="meta")
+
+    def read(view: Tensor) -> Tensor:
+        begin = view.storage_offset()
+        return exact[begin : begin + view.numel()].to(dtype).view(view.shape)
+
+    return dataclasses.replace(piece, tensor=stand_in, read=read)
 
 
 def put_together(pieces: Iterable[StateTensor]) -> dict[str, Tensor]:
@@ -155,7 +160,7 @@ def run_of(model: Mapping[str, Any], part: Part) -> dict[str, Any]:
         "skipped_steps": int(model.get("skipped_steps") or 0),
         "scaler": part.scaler,
         "optimizer_groups": [
-            {k: group[k] for k in _GROUP_KEYS if k in group} for group in part.groups
+            {k: group[k] for k in GROUP_KEYS if k in group} for group in part.groups
         ],
         "optimizer_params": part.order,
         "lr_scheduler": dict(schedule) if isinstance(schedule, dict) else None,

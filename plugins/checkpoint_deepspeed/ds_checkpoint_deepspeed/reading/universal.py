@@ -22,6 +22,7 @@ from ds_checkpoint_deepspeed.reading.foreign import (
     Part,
     client_of,
     low_precision,
+    narrowed,
     optimizer_of,
     run_of,
     scaler_of,
@@ -118,7 +119,7 @@ def _param(
         if value.dim() == 1 and shape is not None and math.prod(shape) <= value.numel():
             value = value[: math.prod(shape)].view(shape)
         if path.stem == "fp32":
-            pieces.append(whole(f"module/{name}", value if low is None else value.to(low)))
+            pieces.append(narrowed(whole(f"module/{name}", value), low))
             if low is not None:
                 pieces.append(whole(f"master/{name}", value))
         else:

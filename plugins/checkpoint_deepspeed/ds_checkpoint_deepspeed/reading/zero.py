@@ -19,7 +19,7 @@ from ds_run_state.states import StateTensor
 from torch import Tensor
 
 from ds_checkpoint_deepspeed.reading.folder import Data, module_of
-from ds_checkpoint_deepspeed.reading.foreign import Part, low_precision, scaler_of, whole
+from ds_checkpoint_deepspeed.reading.foreign import Part, low_precision, narrowed, scaler_of, whole
 from ds_core.errors import CheckpointError
 
 _LOCAL_EXPERT = re.compile(
@@ -46,10 +46,10 @@ class _Stretch:
             raise CheckpointError(
                 f"parameter {self.name!r} goes beyond the flat tensor of {flat.numel()} elements"
             )
-        found = found if dtype is None else found.to(dtype)
-        return StateTensor(
+        piece = StateTensor(
             f"{kind}/{self.name}", found, self.shape, self.start, self.stop, (), True
         )
+        return narrowed(piece, dtype)
 
 
 def _state_pieces(
