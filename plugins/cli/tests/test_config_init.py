@@ -71,15 +71,22 @@ def test_a_disk_is_used_where_one_is_needed_and_given(tmp_path: Path) -> None:
     [
         ("", "there is no terminal to ask on"),
         ("--for 7B", "--for needs --gpus and --device-memory"),
-        ("--for 7B --gpus 8 --device-memory 80", "write a number and its unit"),
-        ("--for lots --gpus 8 --device-memory 80GB", "--params is 'lots'"),
-        ("--for 70B --gpus 1 --device-memory 1GB", "nothing fits"),
+        ("--for 7B --gpus 8 --device-memory 80", "--device-memory is '80'; write a number with"),
+        ("--for 7B --gpus 8 --device-memory 8GB --host-memory 1", "--host-memory is '1'; write"),
+        ("--for lots --gpus 8 --device-memory 80GB", "--for is 'lots'; write a number with a unit"),
         ("nowhere/c.json --for 7B --gpus 8 --device-memory 80GB", "there is no folder"),
     ],
 )
 def test_it_says_what_is_lacking_and_writes_nothing(tmp_path: Path, words: str, said: str) -> None:
     done = dscore("config", "init", *words.split())
     assert (done.exit_code, said in done.output) == (2, True), done.output
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_that_nothing_fits_is_an_answer_and_no_wrong_usage(tmp_path: Path) -> None:
+    done = dscore("config", "init", "--for", "70B", "--gpus", "1", "--device-memory", "1GB")
+    assert (done.exit_code, "nothing fits: " in done.output) == (1, True), done.output
+    assert "give more devices, more memory or a smaller model" in done.output
     assert [*tmp_path.iterdir()] == []
 
 

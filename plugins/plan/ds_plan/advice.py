@@ -61,7 +61,7 @@ def recommend(needs: Sequence[Need], room: Room) -> Advice:
     fitting = [need for need in needs if room.fits(need)]
     if not fitting:
         least = min(needs, key=lambda n: (n.device.peak, n.host.peak))
-        why = f"nothing fits: {_name(least)} needs least on the device, {room.describe(least)}"
+        why = f"nothing fits: {_name(least)} needs least, {room.describe(least)}"
         return Advice(None, why)
     level, sent = min(_cost(need) for need in fitting)
     equal = [n for n in fitting if _cost(n)[0] == level and n.sent <= sent * EQUAL_TRAFFIC]
@@ -93,5 +93,11 @@ def _name(need: Need) -> str:
     return f"stage {need.stage} with {need.offload.value}{where}"
 
 
+def format_gigabytes(size: int) -> str:
+    """Bytes in GB: three digits, or all digits of a whole number from 1000 on."""
+    amount = size / 1e9
+    return f"{amount:.3g}" if amount < 999.5 else f"{amount:,.0f}"
+
+
 def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+    return f"{format_gigabytes(size)} GB"

@@ -12,6 +12,7 @@ import typer
 from ds_command_kit.show import show_json, show_list, show_table
 
 from ds_core.errors import UsageError
+from ds_plan.advice import format_gigabytes
 from ds_plan.needs import Kinds, Need
 
 if TYPE_CHECKING:
@@ -189,9 +190,9 @@ def draw(charts: Sequence[Chart], folder: Path | None) -> None:
         return
     drawn = [chart for chart in charts if chart.svg is not None]
     if not drawn:
-        raise UsageError("--svg: no plugin draws anything of this config")
+        raise UsageError("--svg-folder: no plugin draws anything of this config")
     if not folder.parent.is_dir():
-        raise UsageError(f"--svg: no such folder: {str(folder.parent)!r}")
+        raise UsageError(f"--svg-folder: no such folder: {str(folder.parent)!r}")
     folder.mkdir(exist_ok=True)
     for chart in drawn:
         path = folder / f"{chart.name}.svg"
@@ -200,8 +201,8 @@ def draw(charts: Sequence[Chart], folder: Path | None) -> None:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes in GB, with three digits."""
-    return f"{size / 1e9:.3g}" if size else "0"
+    """Bytes in GB, with three digits or more."""
+    return format_gigabytes(size) if size else "0"
 
 
 def _signed(size: int) -> str:

@@ -59,6 +59,12 @@ def test_the_command_prints_a_table_and_its_advice() -> None:
 def test_where_nothing_fits_the_answer_is_negative() -> None:
     done = dscore("--world", "8", "--params", "7B", "--device-memory", "1GB")
     assert done.exit_code == 1 and "nothing fits: " in done.output
+    assert "on disk needs least, 2.3 GB on the device" in done.output
+    large = dscore("--world", "8", "--params", "700B", "--device-memory", "8GB").output
+    assert (
+        "142 GB on the device and 744 GB on the host, 1,400 GB on disk" in large
+        and "e+0" not in large
+    )
 
 
 def test_the_table_fits_80_columns_and_details_fold() -> None:

@@ -1,4 +1,4 @@
-"""``dscore config init``: a first config for a model and the machines that there are.
+"""``dscore config init``: a first config for a model and the devices that there are.
 
 What a stage needs is the planner's answer (``dscore plan``, which asks the hook ``ds_planners``).
 """
@@ -6,16 +6,13 @@ What a stage needs is the planner's answer (``dscore plan``, which asks the hook
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from ds_command_kit.show import CommandError
-
-SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
+from ds_command_kit.show import CommandError, say_error
 
 
 def init(
@@ -46,7 +43,8 @@ def init(
 
     Exit codes:
       0: the file is written
-      2: an answer is missing or wrong, the file is there already, or nothing fits
+      1: nothing fits
+      2: an answer is missing or wrong, or the file is there already
 
     Examples:
       dscore config init
@@ -65,8 +63,10 @@ def init(
         device_memory = typer.prompt("Memory of one device", default=device_memory or "80GB")
         micro_batch = typer.prompt("Samples per device and forward", default=micro_batch, type=int)
         lr = typer.prompt("Learning rate", default=lr, type=float)
-    _check_answers(gpus, device_memory, host_memory)
-    assert gpus is not None
+    if gpus is None or not device_memory:
+        raise CommandError(
+            "--for needs --gpus and --device-memory, as in: --gpus 8 --device-memory 80GB"
+        )
     answer = _plan(model, gpus, device_memory, host_memory, precision)
     config, reasons = _write(answer, precision, micro_batch, lr, disk)
     _check(config, gpus)
@@ -95,21 +95,10 @@ def _save(config: dict[str, Any], file: Path, force: bool) -> None:
         raise CommandError(f"{file} cannot be written: {error.strerror}") from error
 
 
-def _check_answers(gpus: int | None, device_memory: str, host_memory: str) -> None:
-    """Raises CommandError for what is left out, and for a size without a unit."""
-    if gpus is None or not device_memory:
-        raise CommandError(
-            "--for needs --gpus and --device-memory, as in: --gpus 8 --device-memory 80GB"
-        )
-    for name, size in (("--device-memory", device_memory), ("--host-memory", host_memory)):
-        if size and not SIZE.fullmatch(size.strip()):
-            raise CommandError(f"{name} {size!r}: write a number and its unit, such as 80GB")
-
-
 def _plan(
     model: str, gpus: int, device_memory: str, host_memory: str, precision: str
 ) -> dict[str, Any]:
-    """What ``dscore plan`` recommends."""
+    """What ``dscore plan`` recommends; it also checks the sizes. Ends with 1 where nothing fits."""
     words = ["plan", f"--params={model}", f"--world={gpus}", f"--device-memory={device_memory}"]
     words += [f"--dtype={precision}", "--json"]
     words += [f"--host-memory={host_memory}"] if host_memory else []
@@ -119,12 +108,13 @@ def _plan(
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         said = done.stderr.strip().removeprefix("dscore: ")
-        raise CommandError(f"the planner gave no answer: {said}") from None
+        raise CommandError(said.replace("--params", "--for")) from None
     if answer["recommended"] is None:
-        raise CommandError(
+        say_error(
             f"{gpus} x {device_memory}: {answer['reason']}; give more devices, more memory or a "
             "smaller model"
         )
+        raise typer.Exit(1)
     return answer
 
 
