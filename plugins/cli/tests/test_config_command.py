@@ -27,7 +27,7 @@ def test_config_check(tmp_path: Path) -> None:
     done = dscore("config", "check", str(file), "--world", "2")
     assert done.exit_code == 0
     assert (
-        "train_batch_size 8 = micro batch 2 x accumulation 2 x 2 data-parallel ranks" in done.output
+        "train_batch_size 8 = micro-batch 2 x accumulation 2 x 2 data-parallel ranks" in done.output
     )
     assert "csv_monitor: dscore-monitor-csv" in done.output
     assert dscore("config", "check", str(file), "--world", "3").exit_code == 1
@@ -137,7 +137,7 @@ def test_json_that_is_only_hjson_is_said(tmp_path: Path) -> None:
     done = dscore("config", "check", str(file))
     assert done.exit_code == 0
     assert "note: read as hjson, since it is not valid JSON (" in done.output
-    assert "without dscore-config-formats cannot read it" in done.output
+    assert "without dscore-config-formats it cannot be read" in done.output
     file.write_text('{"train_batch_size": 8}')
     assert "read as hjson" not in dscore("config", "check", str(file)).output
     as_hjson = tmp_path / "c.hjson"
@@ -160,6 +160,12 @@ def test_the_beginning_of_a_section_has_candidates() -> None:
     done = dscore("config", "explain", "zero")
     assert done.exit_code == 2
     assert "did you mean 'zero_optimization' or " in done.output
+
+
+def test_a_key_from_elsewhere_is_explained_by_its_place() -> None:
+    for key, place in (("lr", "optimizer.params.lr"), ("epochs", "your training loop")):
+        done = dscore("config", "explain", key)
+        assert (done.exit_code, f"{key!r} belongs in {place}" in done.output) == (2, True)
 
 
 def test_wrong_entries_of_plugins_are_named_at_once(tmp_path: Path) -> None:

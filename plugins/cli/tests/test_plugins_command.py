@@ -82,6 +82,8 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
     assert "No module named 'no_such_module_bad'" in said and "file: not found" in said
     done = dscore("plugins", "zet")
     assert done.exit_code == 2 and "did you mean 'zed'?" in done.output
+    # Part of a name that is not spelt like it.
+    assert "did you mean 'ds-zed' or 'zed'?" in dscore("plugins", "z").output
     assert (
         "served by dscore-zero, which is not installed"
         in dscore("plugins", "zero_optimization").output

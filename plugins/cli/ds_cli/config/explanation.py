@@ -17,6 +17,7 @@ from ds_core.config.keys import Key, bare, is_secret, iter_keys
 from ds_core.config.redaction import REDACTED
 from ds_core.config.section import NOT_OFFERED, WITHOUT_EFFECT, is_class, marks, names_of, old_names
 from ds_core.config.translate import describe
+from ds_core.config.unknown import places
 from ds_core.errors import ConfigError, Problem, nearest
 
 
@@ -194,7 +195,7 @@ def _documented(key: str) -> Explanation:
                 if close
                 else f"{name} is a section"
             )
-            raise ConfigError([Problem(key, "the documents have no such key", fix)], "explain")
+            raise ConfigError([Problem(key, "DeepSpeed has no such key", fix)], "explain")
         keys = keys.get(part, keys.get("*"))
     kind = "any value" if keys is None else "an object {...}"
     about = f"The section {name!r} is not installed here: {say}."
@@ -212,7 +213,9 @@ def _miss(
     close = same or [c for c in [nearest(key, names)] if c]
     shown = " or ".join(repr(c) for c in close[:4]) + (" or ..." if len(close) > 4 else "")
     fix = f"did you mean {shown}?" if close else "`dscore config schema` lists every key"
-    return Problem(key, "no such key in the core, an installed plugin or the documents", fix)
+    if not close and (where := places(models).get(key)):
+        fix = f"{key!r} belongs in {where}"
+    return Problem(key, "no such key in the core, an installed plugin or DeepSpeed", fix)
 
 
 def _about(model: type[BaseModel]) -> str:

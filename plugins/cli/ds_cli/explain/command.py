@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import metadata
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,8 +11,6 @@ from ds_command_kit.show import CommandError, say_error
 
 if TYPE_CHECKING:
     from ds_cli.explain.search import Entry
-
-PAGE = "docs/errors.md"
 
 
 def explain(
@@ -52,9 +51,16 @@ def explain(
     elif not found.entries:
         say_error(
             "no message of ds_core or its packages is like this. If it is torch's or your own, "
-            f"read its traceback; all messages: {PAGE}"
+            f"read its traceback; all messages: {_page('errors')}; by symptom: "
+            f"{_page('troubleshooting')}"
         )
         raise typer.Exit(1)
+
+
+def _page(name: str) -> str:
+    """The address of a page of the documentation, which packages do not contain."""
+    urls = dict(line.split(", ", 1) for line in metadata("dscore-cli").get_all("Project-URL") or ())
+    return f"{urls.get('Documentation', 'docs')}/{name}.md"
 
 
 def _show(entry: Entry, classes: dict[str, str]) -> None:
@@ -65,10 +71,10 @@ def _show(entry: Entry, classes: dict[str, str]) -> None:
         typer.echo(f"  {classes[entry.error]}")
     if entry.module:
         typer.echo(f"  raised in: {entry.module}")
-    typer.echo(f"  page: {PAGE}#{entry.error.lower()}")
+    typer.echo(f"  page: {_page('errors')}#{entry.error.lower()}")
 
 
 def _show_class(error: str, classes: dict[str, str]) -> None:
     typer.echo(error)
     typer.echo(f"  {classes[error]}")
-    typer.echo(f"  page: {PAGE}#{error.lower()}")
+    typer.echo(f"  page: {_page('errors')}#{error.lower()}")

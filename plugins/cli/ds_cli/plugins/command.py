@@ -135,6 +135,8 @@ def _named(name: str, reports: list[Report]) -> list[Report]:
         if offered_by("sections", name):
             raise CommandError(str(missing("sections", name, names)))
         close = did_you_mean(name, names, "see `dscore plugins`")
+        if parts := [repr(n) for n in names if name in n][:4]:
+            close = f"did you mean {' or '.join(parts)}?"
         raise CommandError(f"no plugin or distribution {name!r} is installed; {close}")
     return found
 
