@@ -4,13 +4,13 @@
 #   make test         lint and the tests (not the slow ones, not those that need a GPU)
 #   make changed      lint and the tests that what differs from BASE calls for (BASE: where the branch left origin/main, or HEAD~1)
 #   make test-all     lint and all tests that this machine can run
-#   make lint         ruff, mypy --strict, import-linter, proselint with docs/style.toml
+#   make lint         ruff, mypy --strict, import-linter, proselint with docs/style.toml, links, install lines
 #   make wheels       a wheel of every distribution in dist/: pip install -c dist/constraints.txt "dscore-train[standard]"
 #   make test-wheels  each distribution from its wheel, in an empty environment, with what it declares
 #   make test-versions  the oldest and newest python and torch, from wheels: the table of docs/versions.md (20 GB of downloads)
 #   make test-frontends  transformers, accelerate, lightning, peft, trl and scripts for DeepSpeed, unchanged, on ds_core
-#   make test-programs  DeepSpeedExamples' programs, unchanged, on ds_core: PROGRAMS=FOLDER is where they and their runner lie
-#   make test-matrix  every pair of features, and every triple of the numeric core, against plain torch; goes on where it was interrupted
+#   make test-programs  DeepSpeedExamples' programs, unchanged, on ds_core: PROGRAMS=FOLDER has them and their runner
+#   make test-matrix  every pair of features, and every triple of the numeric core, against plain torch; resumes where it was interrupted
 #   make test-monitors  wandb, comet_ml, mlflow and trackio, offline: what they record of a run
 #   make test-hosts   launchers on hosts in namespaces: ssh, pdsh, MPI, Slurm, Ray (Debian packages, root)
 #   make release-check  all of these, one after the other; resumes where it was interrupted; results in benchmarks/release-check.md
@@ -56,12 +56,14 @@ ARGS ?=
 setup: $(STAMP)
 
 # [Note: uv] torch by pip (its own sources say where the build without CUDA lies), the rest by uv, which takes a quarter of
-# pip's time: from the PATH, or brought by pip. Where uv is missing or fails, or UV=no is given, pip does it.
+# pip's time: from the PATH, or brought by pip. Where uv is missing or fails, or UV=no is given, pip does it. Like pip, uv
+# trusts the system's certificates: those of a company's proxy are nowhere else (the second name is that of newer releases).
 define INSTALL
 install() { \
   uv=$$(command -v uv || echo $(BIN)/uv); \
   if [ '$(UV)' != no ] && [ -x "$$uv" ]; then \
-    "$$uv" pip install -q --python $(PY) -c constraints.txt "$$@" && return; \
+    UV_NATIVE_TLS=1 UV_SYSTEM_CERTS=1 "$$uv" pip install -q --python $(PY) -c constraints.txt "$$@" && return; \
+    echo "  uv failed as it says above; pip installs the same, which takes longer"; \
   fi; \
   $(PIP) "$$@"; \
 }; install
@@ -100,6 +102,7 @@ lint: $(STAMP)
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports --no-logo
 	$(PY) .ci/prose.py
+	$(PYTEST) -q tests/docs/test_links.py tests/docs/test_install_lines.py
 
 test: lint
 	$(PYTEST) -m "not slow and not gpu and not integration and not hosts" $(ARGS)
