@@ -19,7 +19,7 @@ ROWS = (
     ('"optimizer": {"type": "Muon"}', "dscore-optimizers", (3,), "#d29922"),
     ('"checkpoint": {...}', "dscore-checkpoint", (4,), "#3fb950"),
     ('"wandb": {"enabled": true}', "dscore-monitor-wandb", (4,), "#3fb950"),
-    ('"early_stop": {"loss": 0.5}', "your package", (4,), "#f778ba"),
+    ('"goal": {"loss": 0.5}', "your package", (4,), "#f778ba"),
 )
 """Key, package, the phases in which it works, colour."""
 

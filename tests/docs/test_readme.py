@@ -102,8 +102,8 @@ def write(folder: Path, with_plugin: bool = False) -> None:
     (folder / "train.py").write_text(script("+"))
     config = shown("json").text
     if with_plugin:
-        (folder / "early_stop.py").write_text(shown("python").text)
-        added = re.search(r'"early_stop": .*?\]\}', README.read_text("utf-8"))
+        (folder / "goal.py").write_text(shown("python").text)
+        added = re.search(r'"goal": .*?\]\}', README.read_text("utf-8"))
         assert added is not None
         config = config.replace("{", "{" + added[0] + ", ", 1)
     (folder / "ds_config.json").write_text(config)

@@ -26,15 +26,15 @@ import torch
 import ds_core
 from ds_testing import PluginConformance
 
-class TestEarlyStop(PluginConformance):
-    entry_point, section, good_config, bad_configs = "early_stop", "early_stop", {"loss": 0.5}, [{}, {"loss": "low"}]
+class TestGoal(PluginConformance):
+    entry_point, section, good_config, bad_configs = "goal", "goal", {"loss": 0.5}, [{}, {"loss": "low"}]
 
 class TestHello(PluginConformance):
     entry_point, section, good_config, bad_configs = "ds_hello.plugin", "hello", {"every": 3}, [{"every": 0}]
 
 def test_they_serve_when_they_are_named(capsys):
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
-    config |= {"hello": {"every": 1}, "early_stop": {"loss": 1e9}}
+    config |= {"hello": {"every": 1}, "goal": {"loss": 1e9}}
     engine, *_ = ds_core.initialize(model=torch.nn.Linear(3, 1), config=config)
     engine.backward(engine(torch.ones(4, 3)).square().mean())
     engine.step()
@@ -67,7 +67,7 @@ RECIPES = recipes()
 
 
 def test_every_recipe_is_found_and_is_whole() -> None:
-    assert sorted(RECIPES) == ["ds-hello", "early-stop"]
+    assert sorted(RECIPES) == ["ds-hello", "goal"]
     for dist, files in RECIPES.items():
         assert "entry point" in files, dist
 
