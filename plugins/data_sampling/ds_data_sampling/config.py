@@ -104,7 +104,7 @@ class Mixing(Section):
 
 
 class DataSampling(Section):
-    """Which samples come when, and in which batches."""
+    """The order of the samples, and how they form batches."""
 
     enabled: bool = option(False, "Use this section's loader for the training data.")
     num_epochs: int = option(
@@ -175,7 +175,7 @@ class DataEfficiency(Section):
     enabled: bool = option(False, "Use this section.")
     seed: int = option(1234, "Seed of the order of samples and of dropped tokens.", ge=0)
     data_sampling: DataSampling = option(
-        DataSampling(), "Which samples come when, and in which batches."
+        DataSampling(), "The order of the samples, and how they form batches."
     )
     data_routing: DataRouting = option(DataRouting(), "Which tokens pass which layers.")
 

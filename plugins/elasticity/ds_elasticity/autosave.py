@@ -1,4 +1,4 @@
-"""The section ``autosave``: checkpoints by themselves, ``engine.resume()``, an orderly end on
+"""The section ``autosave``: automatic checkpoints, ``engine.resume()``, an orderly end on
 SIGTERM (torch-free).
 """
 
@@ -72,7 +72,7 @@ def ds_request(ctx: Context, step: int) -> Request | None:
     if notice is not None and notice.heard:
         where = f"rank {ctx.rank} on {socket.gethostname()}"
         log.warning(
-            "%s was told to stop (SIGTERM): all ranks save step %d and end", where, step + 1
+            "%s was asked to stop (SIGTERM): all ranks save step %d and end", where, step + 1
         )
         return Request(stop=True, save=section.folder, exit_code=PREEMPTED)
     if section.every and (step + 1) % section.every == 0:
