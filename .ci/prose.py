@@ -1,6 +1,6 @@
 """Reads the project's texts with proselint and docs/style.toml: `prose.py`, or `prose.py FILE ...`.
 
-Of Python files the docstrings are read.
+Of Python files the docstrings are read, and what they say to users: `files.messages`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ NOT_PROSE = re.compile(
     r"|<!--.*?-->|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)|(?<=\])\([^)\s]*\)|<[^<>\n]*>|https?://\S+",
     re.MULTILINE | re.DOTALL,
 )
+OPTION = re.compile(r"(?<!\w)--?\w[\w-]*")
 
 
 def prose(text: str) -> str:
@@ -74,14 +76,38 @@ def make_checks(style: dict[str, Any]) -> tuple[Check, ...]:
     )
 
 
-def find_texts(style: dict[str, Any]) -> list[Path]:
-    """The files of `files.read` that git knows or would take, without those of `files.skip`."""
-    files = style["files"]["read"]
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that may be a message; a backtick for what an f-string fills in."""
+    tree = ast.parse(source)
+    inside = set()  # docstrings, and the parts of f-strings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            inside.add(node.value)
+        if isinstance(node, ast.JoinedStr):
+            inside.update(node.values)
+            parts = [v.value if isinstance(v, ast.Constant) else "`" for v in node.values]
+            text = "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            text = node.value
+        else:
+            continue
+        # Scripts and files are texts of many lines; names and options are single words.
+        if " " in text.strip() and text.count("\n") < 3:
+            yield node.lineno, OPTION.sub("`", text)
+
+
+def find_files(files: Sequence[str]) -> list[str]:
+    """The names of files that git knows or would take."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *files]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.splitlines() if (ROOT / name).exists()]
+
+
+def find_texts(style: dict[str, Any]) -> list[Path]:
+    """The files of `files.read` without those of `files.skip`."""
     skipped = style["files"]["skip"]
-    names = [n for n in listed.splitlines() if not any(fnmatch(n, pattern) for pattern in skipped)]
-    return [ROOT / name for name in names if (ROOT / name).exists()]
+    names = find_files(style["files"]["read"])
+    return [ROOT / n for n in names if not any(fnmatch(n, pattern) for pattern in skipped)]
 
 
 def find_faults(text: str, name: str, style: dict[str, Any]) -> list[str]:
@@ -92,6 +118,21 @@ def find_faults(text: str, name: str, style: dict[str, Any]) -> list[str]:
     return [
         f"{name}:{found.pos[0]}:{found.pos[1]}: {' '.join(found.check_result.message.split())}"
         for found in LintFile(name, prose(text)).lint(config)
+    ]
+
+
+def find_message_faults(source: str, name: str, style: dict[str, Any]) -> list[str]:
+    """The same for the messages in a Python file, without the columns."""
+    rules = [
+        (re.compile(r"\b(?:" + pattern.replace(" ", r"\s+") + r")\b", re.IGNORECASE), advice)
+        for section in ("phrases", "terms")
+        for pattern, advice in style[section].items()
+    ]
+    return [
+        f"{name}:{line}: {found.group()!r}: {advice}"
+        for line, text in messages(source)
+        for rule, advice in rules
+        for found in rule.finditer(text)
     ]
 
 
@@ -113,7 +154,11 @@ def main(argv: list[str]) -> int:
         text = path.read_text()
         text = docstrings(text) if path.suffix == ".py" else text
         faults += find_faults(text, os.path.relpath(path, ROOT), style)
-    print("\n".join(faults) if faults else f"{len(texts)} texts read: docs/style.toml is kept")
+    sources = [] if argv else find_files(style["files"]["messages"])
+    for name in sources:
+        faults += find_message_faults((ROOT / name).read_text(), name, style)
+    read = f"{len(texts)} texts and the messages of {len(sources)} files read"
+    print("\n".join(faults) if faults else f"{read}: docs/style.toml is kept")
     return int(bool(faults))
 
 

@@ -262,9 +262,7 @@ def select_accelerator(plugins: Plugins) -> Accelerator:
             if not isinstance(made, Accelerator):
                 raise TypeError(f"it gave a {type(made).__name__}, not an Accelerator")
     except PluginError as error:
-        fix = (
-            f"set {VARIABLE}=cpu to go on without it, or name {row.plugin.dist} in plugins.disable"
-        )
+        fix = f"set {VARIABLE}=cpu to run without it, or name {row.plugin.dist} in plugins.disable"
         raise PluginError(f"{error}; {fix}") from error.__cause__
     return made
 

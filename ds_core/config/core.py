@@ -376,7 +376,7 @@ def with_train_batch_size(batch: Batch, train: int, dp_world: int) -> Batch:
     unit = batch.micro * dp_world
     if isinstance(train, bool) or not isinstance(train, int) or train <= 0 or train % unit:
         raise ValueError(
-            f"train batch size {train!r} must be a positive multiple of micro batch size "
+            f"train batch size {train!r} must be a positive multiple of micro-batch size "
             f"{batch.micro} x {dp_world} data-parallel ranks = {unit}"
         )
     return Batch(train, batch.micro, train // unit)
@@ -388,5 +388,5 @@ def with_micro_batch_size(batch: Batch, micro: int, dp_world: int) -> Batch:
     Raises ValueError unless `micro` > 0.
     """
     if isinstance(micro, bool) or not isinstance(micro, int) or micro <= 0:
-        raise ValueError(f"micro batch size {micro!r} must be a whole number > 0")
+        raise ValueError(f"micro-batch size {micro!r} must be a whole number > 0")
     return Batch(micro * batch.gas * dp_world, micro, batch.gas)

@@ -65,7 +65,7 @@ def unknown_key(
         listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         fix = f"{section}{of_owner} takes {listed}"
     else:
-        everything = f"no key of {CORE}, of an installed plugin or of the documents is like it"
+        everything = f"no key of {CORE}, of an installed plugin or of DeepSpeed is like it"
         fix = "it takes no keys" if section else everything
     return Problem(where, message, fix)
 

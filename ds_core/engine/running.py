@@ -27,7 +27,7 @@ log = logging.getLogger("ds_core.engine")
 UNFINISHED = (
     "this checkpoint is saved in the middle of an accumulation window, whose gradients are not in "
     "it. A run that resumes from it begins the window again: the engine's own loader goes back to "
-    "its first micro-batch, an iterator of your own has to; to save between windows, save when "
+    "its first micro-batch, your own iterator has to; to save between windows, save when "
     "is_gradient_accumulation_boundary() was true before step()"
 )
 

@@ -98,7 +98,7 @@ class MonitorMaster:
                 self.monitors.remove(monitor)
                 what = f"{method} ({type(error).__name__}: {error})"
                 log.warning(
-                    "monitor %s failed in %s; it is switched off and training goes on",
+                    "monitor %s failed in %s; it is switched off and training continues",
                     monitor.name,
                     what,
                 )

@@ -262,7 +262,7 @@ class Accumulation:
     def no_sync(self) -> Iterator[None]:
         """See `Engine.no_sync`."""
         assert not self._partitioner.partitions_gradients, (
-            "no_sync cannot be used when gradients are partitioned over ranks"
+            "no_sync cannot be used when gradients are sharded over ranks"
         )
         assert self._reduction is Reduction.AT_BOUNDARY, (
             f"no_sync cannot be nested in {self._reduction.value}"

@@ -117,5 +117,5 @@ class Observer:
             why = blame(self.plugin, f"failed in {self._hook}", error)
             self._report.state = PluginState.SWITCHED_OFF
             self._report.why = str(why)
-            log.warning("%s; the plugin is switched off and training goes on", why)
+            log.warning("%s; the plugin is switched off and training continues", why)
             return None

@@ -132,7 +132,7 @@ def _with_sections_of(model: nn.Module, read: ConfigSource) -> ConfigSource:
                         f"is {known!r}, but {name or 'the model'} ({type(module).__name__}) was "
                         f"built for {value!r}"
                     )
-                    fix = "leave the key out of the config, and build all modules alike"
+                    fix = "leave the key out of the config, and build all modules the same way"
                     problems.append(Problem(f"{section}.{key}", why, fix))
             raw[section] = {**given, **values}
     if problems:

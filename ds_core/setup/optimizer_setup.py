@@ -54,8 +54,8 @@ def check_step(optimizer: Optimizer) -> None:
     # The class's `step`: torch's schedules wrap that of the instance.
     if needs := required(type(optimizer).step.__get__(optimizer)):
         raise UsageError(
-            f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() has "
-            "nothing to give: an optimizer that computes the loss again by itself (LBFGS) cannot "
+            f"{type(optimizer).__name__}.step needs {', '.join(needs)}, and engine.step() gives "
+            "none: an optimizer that computes the loss again by itself (LBFGS) cannot "
             "be driven by forward, backward and step; use one whose step() goes without arguments"
         )
 

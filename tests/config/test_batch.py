@@ -95,7 +95,7 @@ def test_changing_the_train_size_changes_accumulation_only(
 
 @pytest.mark.parametrize("train", [0, -8, 7, 9, True, "8", 8.0])
 def test_a_train_size_that_does_not_divide(train: Any) -> None:
-    with pytest.raises(ValueError, match="positive multiple of micro batch size 2 x 4"):
+    with pytest.raises(ValueError, match="positive multiple of micro-batch size 2 x 4"):
         with_train_batch_size(Batch(8, 2, 1), train, 4)
 
 

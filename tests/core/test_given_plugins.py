@@ -212,7 +212,7 @@ def test_an_observer_that_fails_is_switched_off(caplog: pytest.LogCaptureFixture
     engine.destroy()
     assert [r.getMessage() for r in caplog.records] == [
         "plugin 'm' (loaded by initialize(plugins=), module m) failed in ds_step_end: ValueError: no "
-        "disk; the plugin is switched off and training goes on"
+        "disk; the plugin is switched off and training continues"
     ]
 
 

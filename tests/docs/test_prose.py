@@ -48,6 +48,21 @@ def test_docstrings_are_read_at_their_lines(linter: ModuleType) -> None:
     assert [fault.split(": ")[0] for fault in found] == ["x.py:7:8"]
 
 
+def test_messages_are_read_and_neither_docstrings_nor_names(linter: ModuleType) -> None:
+    source = (
+        '"""It goes on."""\n'
+        'KEY = "alike"\n'
+        'SCRIPT = "a\\nb\\nc\\nit goes on"\n'
+        'raise ValueError(f"{KEY}: two "\n    f"machines {KEY} --anew")\n'
+        'log.info("%s: training "\n    "goes on", KEY)\n'
+    )
+    found = linter.find_message_faults(source, "x.py", linter.load_style())
+    assert found == [
+        "x.py:4: 'two machines': hosts",
+        "x.py:6: 'goes on': resumes, continues, keeps",
+    ]
+
+
 def test_every_text_of_the_project_is_read(linter: ModuleType) -> None:
     style = linter.load_style()
     style["files"]["skip"] = []

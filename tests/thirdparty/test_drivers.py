@@ -141,7 +141,7 @@ def test_modules_of_a_model_may_ask_for_sections(
     assert (section.every, section.loud) == (3, True)
     model[1].ds_sections = {"asked": {"every": 4}}  # type: ignore[assignment]
     with pytest.raises(
-        ConfigError, match=r"asked\.every: is 3, but 1 \(Linear\) was built for 4; .* alike"
+        ConfigError, match=r"asked\.every: is 3, but 1 \(Linear\) was built for 4; .* the same way"
     ):
         ds_core.initialize(model=model, config=config)
 

@@ -240,7 +240,7 @@ def test_training_goes_on_when_the_disk_is_full(
     (record,) = caplog.records
     assert "monitor csv_monitor failed in write_events (OSError" in record.getMessage()
     assert str(tmp_path / "a" / "loss.csv") in record.getMessage()
-    assert "switched off and training goes on" in record.getMessage()
+    assert "switched off and training continues" in record.getMessage()
     assert master.monitors == [other]
     assert [step for step, _ in read(tmp_path / "a" / "loss.csv")] == ["step", "0", "1", "2", "3"]
     master.close()

@@ -48,7 +48,7 @@ def test_a_service_that_ends_the_program_is_switched_off(error: BaseException, c
         master.flush()
     assert master.monitors == []
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "switched off and training goes on" in warning
+    assert "switched off and training continues" in warning
     assert (
         "called sys.exit(3)" if isinstance(error, SystemExit) else type(error).__name__
     ) in warning

@@ -181,7 +181,7 @@ def test_training_goes_on_when_the_disk_is_full(
     (record,) = caplog.records
     assert "monitor tensorboard failed in write_events (OSError" in record.getMessage()
     assert str(tmp_path / "a") in record.getMessage()
-    assert "switched off and training goes on" in record.getMessage()
+    assert "switched off and training continues" in record.getMessage()
     assert master.monitors == [other]
     seen = read(tmp_path / "a")
     assert 4 <= len(seen) < 12

@@ -81,7 +81,7 @@ def bias_dropout_add(
         raise UsageError(
             f"bias_dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is "
             f"{x.dtype} {list(x.shape)}; "
-            "they must be alike"
+            "they must be the same"
         )
     return _apply(_BiasDropoutAdd, x, bias, residual, p, seed, deterministic)
 

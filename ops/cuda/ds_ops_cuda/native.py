@@ -28,7 +28,7 @@ def native() -> ModuleType:
         module = build.load(EXTENSION)
         driver, runtime = module.versions()
         if driver // 1000 < runtime // 1000:  # within one major version older drivers serve
-            has = f"is for CUDA {_version(driver)}" if driver else "is not there"
+            has = f"is for CUDA {_version(driver)}" if driver else "is missing"
             raise KernelError(
                 f"dscore-ops-cuda was built with CUDA {_version(runtime)}, and the driver {has}; "
                 "update the driver, or set CUDA_HOME to a toolkit of CUDA "

@@ -286,7 +286,7 @@ def test_masks_and_shapes_that_do_not_fit_are_refused() -> None:
         fused.softmax_dropout(s, torch.zeros(5, requires_grad=True))
     with pytest.raises(UsageError, match=r"bias is \[4\], x is \[2, 5\]"):
         fused.bias_gelu(torch.zeros(2, 5), torch.zeros(4))
-    with pytest.raises(UsageError, match="they must be alike"):
+    with pytest.raises(UsageError, match="they must be the same"):
         fused.bias_dropout_add(torch.zeros(2, 5), torch.zeros(5), torch.zeros(2, 5).half())
 
 

@@ -339,13 +339,13 @@ def _find_cached(extension: Extension) -> Path | None:
     except FileNotFoundError:
         return None
     except (OSError, KernelError) as error:
-        log.warning("%s is not loaded, and will be built anew: %s", target.name, error)
+        log.warning("%s is not loaded, and will be built again: %s", target.name, error)
         return None
     library = data[:-_SEAL_SIZE]
     seal = data[-_SEAL_SIZE:]
     if _carries(library, _key(extension)) and hashlib.sha256(library).hexdigest().encode() == seal:
         return target
-    log.warning("%s is not as it was built, so it is built anew", target)
+    log.warning("%s is not as it was built, so it is built again", target)
     return None
 
 

@@ -49,7 +49,7 @@ def cache_folder(*, make: bool = True) -> Path:
             return folder
         raise KernelError(
             f"the folder for built kernels cannot be made: {error}; set DS_CORE_CACHE to a folder "
-            "of your own"
+            "that you can write to"
         ) from error
     if (
         not stat.S_ISDIR(found.st_mode)

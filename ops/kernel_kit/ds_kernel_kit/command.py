@@ -211,7 +211,7 @@ def compare(names: Names = None, device: Device = "cpu") -> None:
         if candidate.reason is not None:
             rows.append([*name, f"not available: {candidate.reason}"])
         elif not kit.has_check(entry):
-            rows.append([*name, "has no check of its own"])
+            rows.append([*name, "has no check"])
         else:
             try:
                 rows.append([*name, f"ok, {kit.check(entry, device)} comparisons"])

@@ -198,7 +198,7 @@ def _steps(spec: StepSpec) -> Comparisons:
             for k in range(width)
         ]
         flat = [[t.reshape(-1) for t in ts] for ts in uneven]
-        yield "each operand in a layout of its own", lambda: same(function, flat, BF16)
+        yield "each operand in another layout", lambda: same(function, flat, BF16)
         yield "no tensors", lambda: same(function, [[] for _ in range(width)], None)
         # LAMB's update of an element is by norms of its tensor.
         if spec.op != "lamb":

@@ -156,7 +156,7 @@ def sizes_differ(lists: Sequence[Tensors], first: int = 0) -> str:
     return (
         f"tensors at place {first + place} have {[ts[place].numel() for ts in lists]} "
         "elements; "
-        "they must be alike"
+        "they must be the same"
     )
 
 

@@ -208,7 +208,7 @@ def choose_by_budget(ctx: Context, budget: int) -> None:
     again = [block.name for block in blocks if block.recomputes]
     log.info(
         "rank %d: %d of %d blocks are computed again (%s); activations of blocks take %d bytes of "
-        "the budget of %d, %d without recomputation",
+        "the budget of %d, %d if none were",
         *(ctx.rank, len(again), len(blocks), _some(again), total, budget, most),
     )
 

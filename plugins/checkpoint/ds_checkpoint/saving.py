@@ -86,7 +86,7 @@ def save(
         log_once(
             log,
             logging.WARNING,
-            "checkpoint.async: states rest outside of memory, so save writes them before it "
+            "checkpoint.async: states are stored outside of memory, so save writes them before it "
             "returns",
         )
     elif config.asynchronous:

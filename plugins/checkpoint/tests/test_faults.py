@@ -304,7 +304,7 @@ def test_a_second_job_in_one_folder_is_told_at_once(ranks: Any, tmp_path: Path) 
                 f"another job is saving into {tmp_path} (host " in message
                 and f"process {other.pid}," in message
             )
-            assert "a save_dir of its own" in message
+            assert "a separate save_dir" in message
         other.stdin.close()
         other.wait()
     ranks(2, save_with_two_engines, str(tmp_path))  # one job may have several engines

@@ -14,7 +14,7 @@ def ds_commands() -> Mapping[str, CommandEntry]:
     return {
         "run": CommandEntry(
             "ds_cli.run.command:app",
-            "Run a script in several processes, here or with other machines.",
+            "Run a script in several processes, here or on several hosts.",
         ),
         "plugins": CommandEntry(
             "ds_cli.plugins.command:app",

@@ -162,7 +162,7 @@ def test_a_launcher_comes_from_a_plugin_by_name(
         (["--world", "2", "-H", "hosts", "s.py"], "is 2 on each host, but far has 1 slots"),
         (["--nproc", "0", "s.py"], "--nproc '0' must be a whole number > 0 or 'auto'"),
         (["--nproc", "two", "s.py"], "--nproc 'two'"),
-        (["--nnodes", "3:2", "s.py"], "--nnodes '3:2' must be a number of machines > 0"),
+        (["--nnodes", "3:2", "s.py"], "--nnodes '3:2' must be a number of hosts > 0"),
         (["--nnodes", "2", "s.py"], "needs a place to meet"),
         (["--nnodes", "2", "--master-addr", "h", "s.py"], "needs a place to meet"),
         (

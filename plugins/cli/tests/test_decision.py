@@ -74,7 +74,7 @@ def test_ranks_that_were_told_to_stop_are_no_failure_of_an_elastic_run() -> None
     assert (decision.again, decision.used, decision.code) == (True, 0, 75)
     decision = judged(told, Report(1, "b", 2, (ECHO,)), most=3)
     assert (decision.again, decision.code, decision.number) == (False, 75, 0)
-    said = "exit code 75: a checkpoint was saved first, and the same command goes on from it"
+    said = "exit code 75: a checkpoint was saved first, and the same command resumes from it"
     assert decision.text == f"dscore: rank 0 of 4 ended with {said}"
 
 

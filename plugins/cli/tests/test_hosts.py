@@ -95,7 +95,7 @@ def test_documented_flags(
         ("-i h2", "'h2'"),
         ("-i h0:7", "[7]"),
         ("-i h0 --num_gpus 1", "do not go together"),
-        ("--num_nodes 3", "2 hosts"),
+        ("--num_nodes 3", "3 hosts are asked for, but the hostfile has 2"),
         ("--num_gpus 3", "'h1' has 2 slots"),
         ("--no_ssh", "--node-rank"),
         ("--no_ssh --node_rank 2", "use 0 to 1"),

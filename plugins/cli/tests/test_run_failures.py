@@ -225,7 +225,7 @@ def test_ranks_that_save_have_the_notice_and_their_exit_code_is_kept(
     assert running.returncode == 75
     assert err == (
         "dscore: stopped by SIGTERM, exit code 75: a checkpoint was saved first, and the same "
-        "command goes on from it\n"
+        "command resumes from it\n"
     )
 
 

@@ -22,24 +22,24 @@ class LaunchRequest:
     """The script's own, untouched."""
     is_module: bool = False
     nproc: int | None = None
-    """Processes per machine; None: one per accelerator, or 1 where there is none."""
+    """Processes per host; None: one per accelerator, or 1 where there is none."""
     slots: tuple[int, ...] | None = None
     """The numbers of the accelerators to use here; None: all."""
     max_restarts: int = 0
     """How often all processes are started again after one fails."""
     hosts: tuple[Host, ...] = ()
-    """The machines to start on, of which the first has number 0; empty: this one, or those that the
+    """The hosts to start on, of which the first has number 0; empty: this one, or those that the
     launcher finds.
     """
     min_nodes: int = 1
     max_nodes: int = 1
-    """How many machines; 0 lets the launcher decide, and the two are equal where the run is not
+    """How many hosts; 0 lets the launcher decide, and the two are equal where the run is not
     elastic.
     """
     node_rank: int | None = None
     """The number of this machine; None lets the rendezvous decide."""
     rdzv_endpoint: str = ""
-    """``host[:port]`` where machines meet; "": none."""
+    """``host[:port]`` where hosts meet; "": none."""
     rdzv_id: str = "dscore"
     """Names the run among several that meet there."""
     master_addr: str = ""
@@ -102,7 +102,5 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise CommandError(
-            f"--nnodes {text!r} must be a number of machines > 0, or MIN:MAX as in 1:4"
-        )
+        raise CommandError(f"--nnodes {text!r} must be a number of hosts > 0, or MIN:MAX as in 1:4")
     return low, high

@@ -12,7 +12,7 @@ sysexits.h.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that ask a launcher to stop its run."""
 
-SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command goes on from it"
+SAVED = f"exit code {PREEMPTED}: a checkpoint was saved first, and the same command resumes from it"
 
 
 def heeded() -> tuple[signal.Signals, ...]:

@@ -57,7 +57,10 @@ class Judge:
         if self._wait is not None and self._due > self._patience:
             seconds = time.monotonic() - self._wait.since
             log.warning(
-                "rank %d goes on: it has waited %.3g s for %s", self._rank, seconds, self._wait.text
+                "rank %d continues: it has waited %.3g s for %s",
+                self._rank,
+                seconds,
+                self._wait.text,
             )
         self._suspected = {}
         self._wait = None

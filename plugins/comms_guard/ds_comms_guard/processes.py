@@ -70,9 +70,7 @@ class Home(NamedTuple):
             return State("has ended: its process is gone", True)
         if found[0] in "Tt":
             text = (
-                f"is stopped (by SIGSTOP, Ctrl-Z or a debugger; `kill -CONT {self.pid}` "
-                "lets it "
-                "go on)"
+                f"is stopped (by SIGSTOP, Ctrl-Z or a debugger; `kill -CONT {self.pid}` resumes it)"
             )
             return State(text, True)
         if found[0] == "D":

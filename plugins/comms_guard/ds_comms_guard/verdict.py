@@ -164,7 +164,7 @@ def _describe_difference(
     number: int,
     texts: Mapping[tuple[int, int], str],
 ) -> str:
-    lines = ["ranks disagree on the next collective, so that none can go on:"]
+    lines = ["ranks disagree on the next collective, so that none can continue:"]
     for digest, ranks in by_digest.items():
         first = positions[ranks[0]]
         lines.append(f"  {ranks_text(ranks)}: {texts[number, digest]}{where(first)}")
@@ -188,7 +188,7 @@ def _deadlock(positions: Mapping[int, Position], size: int) -> Verdict | None:
     dead = sorted(r for r in waiting if r not in may_go_on)
     if not dead:
         return None
-    lines = ["ranks wait for each other, so that none can go on:"]
+    lines = ["ranks wait for each other, so that none can continue:"]
     for rank in dead[:SHOWN]:
         lacking = sorted(missing[rank].keys() - may_go_on)
         what = waiting[rank].describe(missing[rank][lacking[0]])

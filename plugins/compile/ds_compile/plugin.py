@@ -44,7 +44,7 @@ def ds_check(config: RunConfig, plugins: Plugins) -> Iterable[Problem]:
         if dist := offered_by("compile_passes", name):
             what = f"compile pass {name!r} is of {dist}, which takes no part in this run"
             yield Problem(
-                path, what, f"give its section, and install it if it is not there ({install(dist)})"
+                path, what, f"give its section, and install it if it is missing ({install(dist)})"
             )
         else:
             fix = f"{did_you_mean(name, known)} there are: {', '.join(sorted(known)) or 'none'}"

@@ -75,7 +75,7 @@ def redundancy_clean(
     target = inner(model)
     if any(lazy_weight(p) is not None or hasattr(p, "ds_shape") for p in target.parameters()):
         raise UsageError(
-            "the weights are partitioned over ranks: save them (engine.save_16bit_model, or a "
+            "the weights are sharded over ranks: save them (engine.save_16bit_model, or a "
             "checkpoint and its "
             "export), load them into a model after init_compression, and clean that one"
         )

@@ -33,7 +33,7 @@ def ds_check(config: RunConfig) -> Iterable[Problem]:
         found.append(Problem("eigenvalue.enabled", "does not go with pipelines", "switch it off"))
     if config.has(Trait.RELEASES_WEIGHTS):
         why = (
-            "does not go with zero_optimization.stage 3: the weights are not there for second "
+            "does not go with zero_optimization.stage 3: the weights are sharded during second "
             "derivatives"
         )
         found.append(Problem("eigenvalue.enabled", why, "switch it off, or use a lower stage"))

@@ -86,7 +86,7 @@ def _check_whole(modules: list[nn.Module | None]) -> None:
             lazy_weight(p) is not None or not p.numel() for p in module.parameters()
         ):
             raise UsageError(
-                "layer_reduction copies whole weights, and these are partitioned: call it before "
+                "layer_reduction copies full weights, and these are sharded: call it before "
                 "initialize, on models "
                 "that were not built under ds_zero.Init"
             )

@@ -103,7 +103,7 @@ def exported(folder: str) -> None:
         x = batch(step).chunk(2)[comm.rank()]
         engine.backward(loss_of(engine(x), x))
         engine.step()
-    with pytest.raises(UsageError, match="partitioned over ranks"):
+    with pytest.raises(UsageError, match="sharded over ranks"):
         redundancy_clean(engine.module, config(ALL))
     engine.eval()
     with torch.no_grad():

@@ -106,7 +106,7 @@ def analyze(
 ) -> None:
     """Measure each sample of a dataset, and write the index files for curricula and token budgets.
 
-    Jobs on several machines: `--workers N --worker I` for each I below N, then `--workers N
+    Jobs on several hosts: `--workers N --worker I` for each I below N, then `--workers N
     --combine`.
 
     Exit codes:

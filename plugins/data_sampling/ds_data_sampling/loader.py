@@ -369,8 +369,8 @@ class PlannedLoader:
         if "window" not in state:
             log.warning(
                 "data_efficiency.data_sampling: the checkpoint's position in the data is another "
-                "loader's (%s); going "
-                "on at the start of its epoch %s",
+                "loader's (%s); resuming "
+                "at the start of its epoch %s",
                 ", ".join(map(str, state)),
                 state.get("epoch", 0),
             )

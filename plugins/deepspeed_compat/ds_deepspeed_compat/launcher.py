@@ -118,21 +118,21 @@ _FLAGS = (
         "--min_elastic_nodes",
         type=int,
         default=-1,
-        help="with --elastic_training: the fewest machines",
+        help="with --elastic_training: the fewest hosts",
     ),
     _flag(
         "--max_elastic_nodes",
         type=int,
         default=-1,
-        help="with --elastic_training: the most machines",
+        help="with --elastic_training: the most hosts",
     ),
-    _flag("--elastic_training", action="store_true", help="restart when machines come and go"),
+    _flag("--elastic_training", action="store_true", help="restart when hosts come and go"),
     _flag("--master_addr", default="", help="address of the first host"),
     _flag(
         "--master_port",
         type=int,
         default=None,
-        help="port there; on one machine any free one, else 29500",
+        help="port there; on one host any free one, else 29500",
     ),
     _flag("--node_rank", type=int, default=-1, help="with --no_ssh: which host this is, from 0"),
     _flag(
@@ -287,7 +287,7 @@ def _hostfile(args: argparse.Namespace) -> bool:
 
 
 def _meeting(args: argparse.Namespace) -> list[str]:
-    """Which machines, and where they meet."""
+    """Which hosts, and where they meet."""
     port = args.master_port or 29500
     found = []
     # Without a list of hosts they meet at an address, as with torchrun.

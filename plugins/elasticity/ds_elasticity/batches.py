@@ -329,7 +329,7 @@ def _micro(section: Elasticity, train: int, world: int) -> int:
     fits = [micro for micro in section.micro_batch_sizes if train // world % micro == 0]
     if not fits:
         raise ElasticityIncompatibleWorldSize(
-            f"no micro batch size of {section.micro_batch_sizes} divides {train // world}, "
+            f"no micro-batch size of {section.micro_batch_sizes} divides {train // world}, "
             f"which is the share of each of {world} ranks in a train batch of {train}"
         )
     return max(fits)

@@ -101,7 +101,7 @@ class Elasticity(Section):
         if self.enabled and (largest := max(self.micro_batch_sizes)) > limit:
             of = f" // {per_node} data-parallel ranks of a node" if per_node > 1 else ""
             raise ValueError(
-                f"micro batch size {largest} is more than max_train_batch_size{of}, which is "
+                f"micro-batch size {largest} is more than max_train_batch_size{of}, which is "
                 f"{limit}"
             )
         return self

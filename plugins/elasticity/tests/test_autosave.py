@@ -177,7 +177,7 @@ def test_a_program_ends_with_the_exit_code_and_the_same_command_goes_on(tmp_path
     )
     assert (
         "rank 0 on" in first.stderr
-        and "was told to stop (SIGTERM): all ranks save step 3 and end" in first.stderr
+        and "was asked to stop (SIGTERM): all ranks save step 3 and end" in first.stderr
     )
     assert (second.returncode, second.stdout) == (0, "from 3\nown [] done\n"), second.stderr
 

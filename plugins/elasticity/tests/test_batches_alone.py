@@ -151,7 +151,7 @@ def test_version_02_reads_the_number_of_ranks_from_the_environment(
         (
             {"elasticity": section(micro_batch_sizes=[200])},
             ElasticityConfigError,
-            "micro batch size 200 is more than",
+            "micro-batch size 200 is more than",
         ),
         (
             {"elasticity": section(min_gpus=20)},

@@ -106,9 +106,7 @@ def _call(
         function: Any = model if mode == "forward" else model.generate
         return functools.partial(function, *args, **kwargs)
     if mode != "forward":
-        raise UsageError(
-            "device='meta' has no values to generate from: it goes with mode='forward'"
-        )
+        raise UsageError("device='meta' has no values to generate from: use mode='forward'")
     weights = {name: t.to(device) for name, t in _named_tensors(model)}
     given = map_leaves(
         lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,

@@ -228,8 +228,7 @@ class InferenceEngine(nn.Module):
         """Nothing but `eval` has an effect: an engine answers, without dropout."""
         if mode:
             text = (
-                "train() of an inference engine has no effect; to train and generate in turn, "
-                "use "
+                "train() of an inference engine has no effect; to alternate between training and generating, use "
                 "hybrid_engine"
             )
             log_once(log, logging.WARNING, text)

@@ -60,7 +60,7 @@ def _hybrid_problems(config: RunConfig, size: int) -> Iterable[Problem]:
     if section.enable_cuda_graph and config.has(Trait.RELEASES_WEIGHTS):
         yield Problem(
             path,
-            "stage 3 gathers weights anew, and a graph reads them where they were",
+            "stage 3 gathers weights again, and a graph reads them where they were",
             "set stage 0 to 2",
         )
     if section.inference_tp_size not in (1, size):

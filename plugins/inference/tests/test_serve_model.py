@@ -227,7 +227,7 @@ def test_a_folder_whose_weights_are_missing_torn_or_of_another_shape_is_refused_
         {name: t for name, t in whole.items() if "layers.1." not in name}, file, {"format": "pt"}
     )
     with pytest.raises(
-        CommandError, match=r"9 of its weights are not there, .*: model\.layers\.1\.input_layernorm"
+        CommandError, match=r"9 of its weights are missing, .*: model\.layers\.1\.input_layernorm"
     ):
         open_model(tmp_path, None, Choices())
     save_file(whole | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
@@ -253,6 +253,6 @@ def test_a_folder_with_code_of_its_own_is_refused_without_advice_that_nobody_can
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
     with pytest.raises(
-        CommandError, match="needs code of its own, which `dscore serve` does not run"
+        CommandError, match="needs code from its folder, which `dscore serve` does not run"
     ):
         open_model(tmp_path, None, Choices())

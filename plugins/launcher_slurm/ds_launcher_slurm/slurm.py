@@ -70,7 +70,7 @@ def in_allocation(request: LaunchRequest, found: list[str]) -> LaunchRequest:
         )
     if request.max_nodes > len(found):
         raise CommandError(
-            f"{request.max_nodes} machines are asked for, but the allocation has {len(found)} nodes"
+            f"{request.max_nodes} hosts are asked for, but the allocation has {len(found)}"
         )
     chosen = {host.name: host for host in request.hosts} or {
         name: Host(name) for name in found[: request.max_nodes or None]

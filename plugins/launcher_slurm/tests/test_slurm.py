@@ -42,7 +42,7 @@ def test_nodes() -> None:
         ),
         (
             {"min_nodes": 4, "max_nodes": 4},
-            "4 machines are asked for, but the allocation has 3 nodes",
+            "4 hosts are asked for, but the allocation has 3",
         ),
         ({"min_nodes": 1, "max_nodes": 3}, "elastic"),
     ],

@@ -17,7 +17,7 @@ from ds_command_kit.hosts.addresses import address_towards
 if TYPE_CHECKING:
     from ds_command_kit.launch import LaunchRequest
 
-LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
+LIMIT = timedelta(minutes=10)  # for hosts to come, as in torch
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def store_here(request: LaunchRequest) -> Iterator[LaunchRequest]:
 
     address = request.master_addr or address_towards([host.address for host in request.hosts])
     place = Participant(
-        0, request.max_nodes, address, request.master_port or 0, "machine", "--hostfile"
+        0, request.max_nodes, address, request.master_port or 0, "host", "--hostfile"
     )
     store = host_store(place, LIMIT)
     try:

@@ -109,7 +109,7 @@ KINDS: dict[str, Kind] = {
         test_needs=("dscore-checkpoint",),
     ),
     "partitioner": Kind(
-        "how model states lie over ranks",
+        "how model states are sharded",
         ("ds_partitioner",),
         True,
         "A partitioner",

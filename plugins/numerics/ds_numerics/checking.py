@@ -195,9 +195,9 @@ class Checker:
 
     def _act(self, text: str, repaired: bool) -> None:
         if repaired:
-            log.warning("%s. The step goes on with what two of three passes agree on", text)
+            log.warning("%s. The step continues with what two of three passes agree on", text)
         elif self.action == "warn":
-            log.warning("%s. The step goes on with what its first pass gave", text)
+            log.warning("%s. The step continues with what its first pass gave", text)
         else:
             raise NumericsError(f"{text}. No weight has been updated with it")
 

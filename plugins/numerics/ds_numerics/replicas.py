@@ -81,7 +81,7 @@ def _unequal(ctx: Context, axes: tuple[str, ...], mine: Mapping[str, int]) -> li
     values = torch.tensor(list(mine.values()), dtype=torch.int64, device=device)
     # The largest, and (by the complement, which turns the order round) the smallest, at once.
     ends: Tensor = torch.cat([values, ~values])
-    comm.label("checksums of what ranks have alike")
+    comm.label("checksums of what is equal on ranks")
     comm.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=ctx.mesh.group(*axes))
     largest, smallest = ends.split(len(values))
     unequal = (largest != ~smallest).tolist()

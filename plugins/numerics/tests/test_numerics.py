@@ -260,7 +260,7 @@ def test_what_two_passes_agree_on_repairs_the_step() -> None:
         assert (outcome.error, outcome.step) == ("", 2)
         same(outcome.weights, wanted.weights)
         (line,) = outcome.said
-        assert "goes on with what two of three passes agree on" in line
+        assert "continues with what two of three passes agree on" in line
 
 
 def test_a_warning_leaves_the_step_as_it_was() -> None:

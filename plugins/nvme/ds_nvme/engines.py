@@ -266,7 +266,7 @@ def changed(path: str, offset: int) -> DiskError:
     return DiskError(
         f"{path} has other contents at {offset} than were written: the disk has changed them, or "
         "another program has; "
-        "the run cannot go on from there: load a checkpoint, and look at `dmesg`",
+        "the run cannot continue from there: load a checkpoint, and look at `dmesg`",
         path,
     )
 

@@ -112,7 +112,7 @@ HostMemory = Annotated[
     typer.Option(
         metavar="SIZE",
         rich_help_panel="Memory",
-        help="Of one machine, such as 1TB. Default: no limit.",
+        help="Of one host, such as 1TB. Default: no limit.",
     ),
 ]
 
@@ -122,7 +122,7 @@ RanksPerHost = Annotated[
         min=1,
         metavar="N",
         rich_help_panel="Memory",
-        help="Processes that share a machine's memory.",
+        help="Processes that share a host's memory.",
     ),
 ]
 

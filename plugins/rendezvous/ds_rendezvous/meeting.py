@@ -2,7 +2,7 @@
 
 torch's store accepts every connection, and what does not fit (a job on the same port, a rank too
 many) shows up later as a connection that is reset. So the ranks compare notes first, as JSON, and
-rank 0 says go or what is wrong. `dscore run` lets the machines of a run meet in the same way.
+rank 0 says go or what is wrong. `dscore run` lets the hosts of a run meet in the same way.
 Nothing that comes from a store is unpickled.
 """
 
@@ -152,7 +152,7 @@ def meet(
     Number 0 reads what was posted, and answers, in one call for all.
 
     [Note: who is alive] In such a store a rank would also find notes of processes that are gone.
-    Attempts cannot be told apart by their number: machines that joined later count from 0. So
+    Attempts cannot be told apart by their number: hosts that joined later count from 0. So
     number 0 draws a number, answers every note, and only who has heard the answer counts.
 
     Raises CommError within `timeout`: on every process when some do not belong together, on the
@@ -330,8 +330,8 @@ class _Host:
             return (
                 f"{what} {note.number} ({note.who}) was started with {self.place.setting} "
                 f"{note.size}, but {mine} "
-                f"with {self.place.size}; start all with the same, and each job on a port of "
-                "its own"
+                f"with {self.place.size}; start all with the same, and each job on a "
+                "separate port"
             )
         if not 0 < note.number < self.place.size:
             return (

@@ -35,7 +35,7 @@ class Participant:
     port: int
     """Of that store."""
     what: str = "rank"
-    """``"rank"``, or ``"machine"`` for launchers."""
+    """``"rank"``, or ``"host"`` for launchers."""
     setting: str = "WORLD_SIZE"
     """The name under which users give `size`."""
 
@@ -60,7 +60,7 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens at `port` (0: any free one) of `address` and nowhere else.
 
     A name that means one address of this machine listens there. One that means the loopback here
-    (as Debian has it) or several addresses may mean another one to other machines, and an address
+    (as Debian has it) or several addresses may mean another one to other hosts, and an address
     that this machine does not have is translated on the way: these listen on every interface.
     Raises OSError, for example for a port in use.
     """

@@ -211,8 +211,8 @@ def test_what_strangers_write_is_no_note(store: Any) -> None:
 
 def test_launchers_meet_in_their_own_words(store: Any) -> None:
     places = [
-        Participant(0, 2, LOOPBACK, store.port, "machine", "--nnodes"),
-        Participant(1, 3, LOOPBACK, store.port, "machine"),
+        Participant(0, 2, LOOPBACK, store.port, "host", "--nnodes"),
+        Participant(1, 3, LOOPBACK, store.port, "host"),
     ]
     said: list[str] = []
 
@@ -224,7 +224,7 @@ def test_launchers_meet_in_their_own_words(store: Any) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises(
-        CommError, match=r"machine 1 \(pid .* was started with --nnodes 3, but machine 0 .* with 2"
+        CommError, match=r"host 1 \(pid .* was started with --nnodes 3, but host 0 .* with 2"
     ):
         meet(store, places[0], LONG)
     thread.join()

@@ -226,7 +226,7 @@ class Recorder:
         self._files = None
         self._waiting.clear()
         log.warning(
-            "run_record: rank %d writes no record (any more): %s; training goes on",
+            "run_record: rank %d writes no record (any more): %s; training continues",
             self.rank,
             error,
         )

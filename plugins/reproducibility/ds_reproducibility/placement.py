@@ -187,6 +187,6 @@ def _indices(ranges: Ranges, device: torch.device) -> Tensor:
 
 def _unclear(shape: Sequence[int], why: str) -> UsageError:
     return UsageError(
-        f"reproducibility: it is unclear which elements of the whole tensor the random numbers of "
+        f"reproducibility: it is unclear which elements of the full tensor the random numbers of "
         f"shape {tuple(shape)} are for: {why}"
     )

@@ -76,7 +76,7 @@ def test_places(place: Place, shape: tuple[int, ...], ranges: Any) -> None:
     ],
 )
 def test_unclear_places(place: Place, shape: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="it is unclear which elements of the whole tensor"):
+    with pytest.raises(UsageError, match="it is unclear which elements of the full tensor"):
         place.ranges(shape)
 
 

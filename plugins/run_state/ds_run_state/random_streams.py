@@ -106,7 +106,7 @@ class RandomStreams:
         """
         if self._inside == MODEL_PARALLEL:
             raise UsageError(
-                f"the random state {MODEL_PARALLEL!r} is in use; seed it anew outside of its fork"
+                f"the random state {MODEL_PARALLEL!r} is in use; seed it again outside of its fork"
             )
         self.begin(MODEL_PARALLEL, seed + _OFFSET + index)
 
@@ -205,7 +205,7 @@ class RandomStreams:
         """
         if state["device"] != self._device.device_type:
             log.warning(
-                "the checkpoint has random streams of %s: those of %s begin anew",
+                "the checkpoint has random streams of %s: those of %s start from the seed",
                 state["device"],
                 self._device.device_type,
             )

@@ -307,7 +307,7 @@ class RunState:
             log.warning(
                 "%s: what each rank kept for itself (what compression had lost) is left out, since "
                 "ranks hold other "
-                "parameters, or as other groups, than when it was saved; it begins anew",
+                "parameters, or as other groups, than when it was saved; it starts again from zero",
                 type(optimizer).__name__,
             )
 

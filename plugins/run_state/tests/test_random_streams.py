@@ -145,7 +145,7 @@ def test_checkpoints_keep_the_streams(caplog: pytest.LogCaptureFixture) -> None:
         rng.restore(
             {**state, "streams": {**state["streams"], "device": "cuda"}}, cast("Any", accelerator)
         )
-        assert "random streams of cuda: those of cpu begin anew" in caplog.text
+        assert "random streams of cuda: those of cpu start from the seed" in caplog.text
         assert draw() != wanted
     finally:
         STREAMS.reset()

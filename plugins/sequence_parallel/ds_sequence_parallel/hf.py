@@ -74,7 +74,7 @@ def root_model(model: nn.Module) -> Any:
     if len(found) > 1:
         raise UsageError(
             f"sequence_parallel: the model holds several transformers models ({', '.join(found)}); "
-            "their inputs cannot be told apart: cut them yourself, and use "
+            "their inputs cannot be distinguished: cut them yourself, and use "
             "ds_sequence_parallel.DistributedAttention"
         )
     return next(iter(found.values()), None)

@@ -189,7 +189,7 @@ def test_models_that_cannot_be_tiled() -> None:
         one(Plain(), tiled_mlp={})
     with pytest.raises(
         UsageError,
-        match=r"tiled_loss is for causal language models of transformers, and Plain has no",
+        match=r"tiled_loss is for causal language models of the transformers library, and Plain has no",
     ):
         one(Plain(), tiled_loss={})
     with pytest.raises(

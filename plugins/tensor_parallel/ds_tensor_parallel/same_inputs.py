@@ -67,7 +67,7 @@ def _message(names: list[str], rank: int) -> str:
     shown = ", ".join(n for n in names if n != _RANDOM)
     return (
         f"tensor-parallel ranks 0 and {rank} are given different inputs: {shown}; ranks of one "
-        "group divide layers and must work on the same samples. Give the data set to initialize, "
+        "group divide layers and must work on the same samples. Give the dataset to initialize, "
         "or divide it by engine.ctx.mesh.index('batch') of mesh.size('batch'), not by the global rank"
     )
 

@@ -74,7 +74,7 @@ def divide(model: nn.Module, ctx: Context) -> nn.Module:
     with with_shapes(model), changing(model, undo):
         if empty := [name for name, param in model.named_parameters() if not param.numel()]:
             raise UsageError(
-                f"{empty[0]} has no elements here, and tensor parallelism cuts whole weights"
+                f"{empty[0]} has no elements here, and tensor parallelism cuts full weights"
             )
         _check_shared(model, ctx)
         return _divide(model, ctx, undo)

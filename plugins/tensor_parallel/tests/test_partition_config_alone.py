@@ -167,7 +167,7 @@ def sharded_before() -> str:
 
 def test_weights_that_are_elsewhere_are_an_error() -> None:
     assert (
-        "gated.weight has no elements here, and tensor parallelism cuts whole weights"
+        "gated.weight has no elements here, and tensor parallelism cuts full weights"
         in run_ranks(2, sharded_before)[0]
     )
 

@@ -249,7 +249,9 @@ def _errors_name_it(subject: Subject) -> None:
         compose(wrong)
     except ConfigError as error:
         said = str(error)
-        assert subject.section in said, f"a wrong key is told without the section's name: {said}"
+        assert subject.section in said, (
+            f"a wrong key is reported without the section's name: {said}"
+        )
         return
     raise AssertionError("a wrong key of its section is accepted")
 
@@ -390,7 +392,7 @@ RULES = (
         "two ranks, and tp, pp and ep axes, train as one process",
         _run(trains_alike),
     ),
-    Rule("resumes", "whole", "a resumed run goes on exactly", _run(resumes)),
+    Rule("resumes", "whole", "a resumed run continues exactly", _run(resumes)),
     Rule("given-back", "whole", "nothing is left of it after destroy()", _run(gives_back)),
 )
 

@@ -64,7 +64,7 @@ def hierarchy_problems(section: ZeroConfig) -> Iterator[Problem]:
             why = f"only stage 3 partitions weights, this is stage {section.stage}"
             yield Problem(path, why, "set stage 3, or remove the key")
     if hpz and mics:
-        why = "MiCS gathers inside a shard group already, so hpZ has nothing to add to it"
+        why = "MiCS gathers inside a shard group already, so hpZ adds nothing to it"
         yield Problem(f"zero_optimization.{given[0]}", why, "remove it, or mics_shard_size")
 
 

@@ -255,7 +255,7 @@ def check_several_engines() -> None:
     part.requires_grad_(False)  # what is not trained may be shared, but not what is partitioned
     with pytest.raises(
         UsageError,
-        match=r"parameter '0.weight' is partitioned by another engine; call that engine's",
+        match=r"parameter '0.weight' is sharded by another engine; call that engine's",
     ):
         gathered_engine(3, model=part)
     part.requires_grad_(True)

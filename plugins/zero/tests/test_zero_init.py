@@ -315,7 +315,7 @@ def test_a_model_without_an_engine_says_so() -> None:
         model = nn.Sequential(nn.Linear(D, D), nn.Tanh())
         assert model(torch.ones(2, D)).shape == (2, D)  # constructors may look at shapes
     with pytest.raises(
-        UsageError, match=r"Linear: its weights were partitioned by ds_zero.Init; give the model to"
+        UsageError, match=r"Linear: its weights were sharded by ds_zero.Init; give the model to"
     ):
         model(torch.ones(2, D))
     weight = model.state_dict()["0.weight"]
@@ -324,9 +324,7 @@ def test_a_model_without_an_engine_says_so() -> None:
         assert model.state_dict()["0.weight"].shape == (D, D)
         assert model(torch.ones(2, D)).shape == (2, D)
     model[0].weight.data = torch.ones(D, D)
-    with pytest.raises(
-        UsageError, match=r"was given data of shape \(6, 6\) while it is partitioned"
-    ):
+    with pytest.raises(UsageError, match=r"was given data of shape \(6, 6\) while it is sharded"):
         ds_zero.GatheredParameters(model).__enter__()
 
 

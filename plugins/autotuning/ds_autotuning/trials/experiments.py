@@ -71,7 +71,7 @@ class Experiments:
             raise UsageError(
                 f"{self.folder} has trials of another tuning (other {differs}); set another "
                 "autotuning.exps_dir, "
-                "or begin anew with --anew (autotuning.overwrite)"
+                "or start over with --anew (autotuning.overwrite)"
             )
         write_json(self.folder / "identity.json", text)
 

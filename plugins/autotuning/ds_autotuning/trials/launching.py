@@ -32,8 +32,8 @@ class Launch:
 
     config: the file among the arguments, "" where there is none.
 
-    nproc: processes per machine, None where the launcher counts accelerators.
-    nodes: machines.
+    nproc: processes per host, None where the launcher counts accelerators.
+    nodes: hosts.
     is_module, is_command: what `script` is, if no file of Python's.
     """
 
@@ -133,8 +133,7 @@ def parse_words(words: Sequence[str]) -> Launch:
     low, high = parse_nodes(given["nnodes"])
     if low != high:
         raise CommandError(
-            f"--nnodes {given['nnodes']} is elastic; tune with the number of machines that will "
-            "train"
+            f"--nnodes {given['nnodes']} is elastic; tune with the number of hosts that will train"
         )
     hosts = given["hostfile"] or given["nnodes"]
     nproc = parse_nproc(given["nproc"])

@@ -340,9 +340,7 @@ def _marks(data: _Fields, world_size: int, sealed: bool) -> dict[str, Mark]:
     """The files, which are those of `world_size` ranks."""
     entries = data.get("files", dict)
     if not 1 <= world_size <= len(entries):  # before anything is counted up to it
-        raise CheckpointError(
-            f"'world_size' is {world_size}, and 'files' has {len(entries)} for so many ranks"
-        )
+        raise CheckpointError(f"'world_size' is {world_size}, and 'files' names {len(entries)}")
     for name in entries:
         found = _FILE.fullmatch(name)
         if found is None or int(found["rank"] or 0) >= world_size:

@@ -57,13 +57,12 @@ class FolderLock:
             os.close(descriptor)
             if error.errno not in _TAKEN:
                 log.debug(
-                    "%s cannot be locked (%s); give each job a folder of its own", folder, error
+                    "%s cannot be locked (%s); give each job a separate folder", folder, error
                 )
                 return
             raise CheckpointError(
                 f"another job is saving into {folder} ({owner or 'it has not said which'}); give "
-                "each job a save_dir "
-                "of its own, or end the other job"
+                "each job a separate save_dir, or end the other job"
             ) from None
         self._held[folder] = descriptor
         if not fresh:

@@ -107,7 +107,7 @@ class CheckpointFormatConformance:
         (tmp_path / "file.txt").write_text("x")
         for other in ("empty", "some", "file.txt", "gone"):
             assert form.find(tmp_path / other, None) is None, f"it takes {other} for its own"
-        assert form.find(tmp_path, "gone") is None, "it finds a tag that is not there"
+        assert form.find(tmp_path, "gone") is None, "it finds a tag that is missing"
 
     def test_tensors_come_back(self, tmp_path: Path) -> None:
         """Every weight bit for bit, in its dtype and shape; optimizer states where it has them."""
@@ -118,7 +118,7 @@ class CheckpointFormatConformance:
             for name, want in _tensors().items():
                 if name not in known and not self.optimizer and not name.startswith("module/"):
                     continue
-                assert name in known, f"{name} is not there; there are {sorted(known)}"
+                assert name in known, f"{name} is missing; there are {sorted(known)}"
                 got = saved.source.whole(name)
                 wider = self.one_dtype and got.is_floating_point()
                 assert got.shape == want.shape and (wider or got.dtype == want.dtype), (

@@ -95,4 +95,4 @@ def _schedule(
         counts = ("last_epoch", "_step_count", "_last_lr")
         return dict(mine) | {k: state[k] for k in counts if k in mine and k in state}, []
     keys = ", ".join(sorted(map(str, state))[:5])
-    return None, [f"its schedule's state ({keys}) is of another kind; this run's begins anew"]
+    return None, [f"its schedule's state ({keys}) is of another kind; this run's starts again"]

@@ -34,7 +34,7 @@ _BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer
 _MOST_BESIDE = 1 << 27
 LACKS = (
     "safetensors files hold weights alone: optimizer states, counters, the schedule and the client "
-    "state begin anew"
+    "state start again"
 )
 
 

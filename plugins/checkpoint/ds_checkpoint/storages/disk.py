@@ -66,7 +66,7 @@ class DiskDraft(Draft):
         """See `Draft`."""
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder}, made by rank 0, is not there; save_dir must be on storage all "
+                f"{self.folder}, made by rank 0, is missing here; save_dir must be on storage all "
                 "ranks share; or set checkpoint.use_node_local_storage, for folders of each host. "
                 "Where its name has the time in it, ranks name different folders: make it on rank "
                 "0 and broadcast it"

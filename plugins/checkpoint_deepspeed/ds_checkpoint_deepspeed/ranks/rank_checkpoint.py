@@ -202,8 +202,7 @@ class DeepSpeedCheckpoint:
     def _check_folder(self) -> None:
         if not self.mp_rank_files:
             raise CheckpointError(
-                f"{self.dir} is no checkpoint of DeepSpeed's: it has no mp_rank_* "
-                f"files{_ours(self.dir)}"
+                f"{self.dir} is no DeepSpeed checkpoint: it has no mp_rank_* files{_ours(self.dir)}"
             )
 
     def _read_metadata(self) -> list[tuple[str, Mapping[str, Any]]]:

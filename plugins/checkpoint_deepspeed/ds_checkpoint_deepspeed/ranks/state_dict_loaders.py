@@ -319,9 +319,7 @@ def _by_version(
     if version in (1.0, 2.0):
         return change(list(tensors))
     if version != 0:
-        raise CheckpointError(
-            f"checkpoints of Megatron's have version 0, 1.0 or 2.0, not {version}"
-        )
+        raise CheckpointError(f"Megatron checkpoints have version 0, 1.0 or 2.0, not {version}")
     # Version 0: queries, keys and values are three blocks, which ranks divide one by one.
     thirds = [
         tensor.split(_quotient(len(tensor), 3, f"{len(tensor)} rows of queries, keys and values"))

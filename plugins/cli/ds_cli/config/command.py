@@ -55,7 +55,7 @@ Auto = Annotated[
     bool,
     typer.Option(
         "--auto/--no-auto",
-        help='Accept "auto", which a front-end such as the Trainer fills in.',
+        help='Accept "auto", which a frontend such as the Trainer fills in.',
     ),
 ]
 
@@ -100,7 +100,7 @@ def check(
     if world is not None and batch is not None:
         ranks = batch.train // (batch.micro * batch.gas)
         typer.echo(
-            f"  on {world} processes: train_batch_size {batch.train} = micro batch {batch.micro} "
+            f"  on {world} processes: train_batch_size {batch.train} = micro-batch {batch.micro} "
             f"x accumulation {batch.gas} x {ranks} data-parallel rank{'' if ranks == 1 else 's'}"
         )
     for name in chosen.config.sections:
@@ -110,22 +110,22 @@ def check(
         typer.echo(f"  note: {note}")
     if autos := chosen.config.autos:
         typer.echo(
-            '  "auto", filled in by the Trainer, Accelerate or another front-end: '
+            '  "auto", filled in by the Trainer, Accelerate or another frontend: '
             f"{', '.join(autos)}"
         )
         typer.echo("  training without one refuses it")
 
 
 def _read_as_hjson(file: Path) -> Iterator[str]:
-    """What to say of a .json file that is no JSON: a machine without hjson cannot read it."""
+    """What to say of a .json file that is no JSON: without hjson it cannot be read."""
     if file.suffix.lower() not in ("", ".json"):
         return
     try:
         json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         yield (
-            f"read as hjson, since it is not valid JSON ({error}); a machine without "
-            "dscore-config-formats cannot read it"
+            f"read as hjson, since it is not valid JSON ({error}); without "
+            "dscore-config-formats it cannot be read"
         )
 
 

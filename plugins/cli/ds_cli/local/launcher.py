@@ -136,7 +136,7 @@ def _defaults(request: LaunchRequest, nproc: int, cores: list[list[int]]) -> dic
 
 
 def _interface(request: LaunchRequest) -> str:
-    """The interface on the way to the other machines, as far as their names tell; "" when
+    """The interface on the way to the other hosts, as far as their names tell; "" when
     unknown."""
     others = [host.address for host in request.hosts]
     others += [
@@ -188,7 +188,7 @@ class _Run:
             elastic_launch(
                 _launch_config(request, self.nproc, self._logs(), self.monitor), self.python
             )(*arguments)
-        except Ended as error:  # on several machines, where all is said
+        except Ended as error:  # on several hosts, where all is said
             return error.code
         except ChildFailedError as error:
             known = [(rank, f.local_rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
@@ -308,7 +308,7 @@ def _launch_config(
 
 
 def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
-    """Where the machines meet, as torch's launcher wants it said."""
+    """Where the hosts meet, as torch's launcher wants it said."""
     if request.rdzv_endpoint:
         from ds_cli.multi_host import elastic
 
@@ -328,7 +328,7 @@ def _rendezvous(request: LaunchRequest) -> dict[str, Any]:
 
     rendezvous.register()
     alone = request.max_nodes == 1
-    # On one machine any free port, so that runs on one machine do not meet; no look-up of this
+    # On one host any free port, so that runs on one host do not meet; no look-up of this
     # host's name.
     port = request.master_port or (0 if alone else 29500)
     return {

@@ -207,7 +207,7 @@ class ProcessMonitor:
         """End what is left of `attempt`, and take none of its ends for a failure: processes are
         started anew.
 
-        Under the same number, where machines have come or gone.
+        Under the same number, where hosts have come or gone.
         """
         self.end(attempt)
         if (timer := self._timers.pop(attempt, None)) is not None:
@@ -259,7 +259,7 @@ class ProcessMonitor:
             timer.start()
 
     def _force(self, number: int) -> None:
-        """End all, and this process too if its main thread waits inside torch for machines that do
+        """End all, and this process too if its main thread waits inside torch for hosts that do
         not come.
         """
         self.end()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # spelt like this, it needs no import of typing
 
 __all__: list[str] = []
 
-# What the documents call torch's variables: machines are CROSS, processes of one machine LOCAL.
+# What the documents call torch's variables: hosts are CROSS, processes of one host LOCAL.
 _ALSO_NAMED = {
     "LOCAL_SIZE": "LOCAL_WORLD_SIZE",
     "CROSS_RANK": "GROUP_RANK",

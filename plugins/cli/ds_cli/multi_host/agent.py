@@ -2,7 +2,7 @@
 
 See `agent_command` for its words.
 
-It takes its settings, becomes machine NUMBER of the run, and does what the local launcher does. It
+It takes its settings, becomes host NUMBER of the run, and does what the local launcher does. It
 ends with the exit code of the run, the same on all hosts.
 """
 

@@ -43,9 +43,9 @@ from ds_cli.multi_host.rendezvous import LIMIT, READ_LIMIT, RanksStore
 from ds_core.errors import CommError
 
 ELASTIC = "ds_core-elastic"
-# for more machines, when there are enough; who comes later makes a new round
+# for more hosts, when there are enough; who comes later makes a new round
 LAST_CALL = timedelta(seconds=5)
-# after a round, which ends when all of its machines that live wait already
+# after a round, which ends when all of its hosts that live wait already
 LAST_CALL_AGAIN = timedelta(seconds=2.5)
 
 
@@ -55,17 +55,17 @@ def register() -> None:
 
 
 def elastic(params: RendezvousParameters) -> RendezvousHandler:
-    """torch's dynamic rendezvous, whose state travels as JSON, and with one store for machines and
+    """torch's dynamic rendezvous, whose state travels as JSON, and with one store for hosts and
     ranks.
 
-    endpoint: ``HOST:PORT``; the machine that has this address, or is given ``is_host``, opens the
+    endpoint: ``HOST:PORT``; the host that has this address, or is given ``is_host``, opens the
     store.
     """
     address, _, port = params.endpoint.rpartition(":")
     told = params.get_as_bool("is_host")
     hosts = _matches_machine_hostname(address) if told is None else told
     place = Participant(
-        0 if hosts else 1, params.max_nodes, address.strip("[]"), int(port), "machine", "--nnodes"
+        0 if hosts else 1, params.max_nodes, address.strip("[]"), int(port), "host", "--nnodes"
     )
     try:
         store = (host_store if hosts else reach_store)(place, READ_LIMIT)
@@ -93,7 +93,7 @@ def elastic(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Elastic(DynamicRendezvousHandler):
-    """With a store for the ranks of each round, and one who watches over the machines."""
+    """With a store for the ranks of each round, and one who watches over the hosts."""
 
     ranks: RanksStore
     monitor: HostMonitor
@@ -128,7 +128,7 @@ class _State(_BackendRendezvousStateHolder):
     """torch's holder of the shared state, which it would pickle; `sync` is the only place that
     does.
 
-    [Note: clocks] torch compares the stamps of all machines with its own clock. Here clocks may
+    [Note: clocks] torch compares the stamps of all hosts with its own clock. Here clocks may
     differ by any amount: a stamp is as old as the time since this machine first saw it. What others
     wrote is written back as it was.
     """
@@ -217,7 +217,7 @@ def _from_json(text: bytes) -> _RendezvousState:
 
     def node(addr: str, pid: int, local_id: int) -> _NodeDesc:
         if not isinstance(addr, str) or type(pid) is not int or type(local_id) is not int:
-            raise ValueError("not a machine")
+            raise ValueError("not a host")
         return _NodeDesc(addr, pid, local_id)
 
     state = _RendezvousState()

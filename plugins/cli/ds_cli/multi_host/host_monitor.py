@@ -157,11 +157,11 @@ class HostMonitor:
         main: bool,
         attempt: int | None = None,
     ) -> None:
-        """The machines have met. Raises for machines that do not fit together.
+        """The hosts have met. Raises for hosts that do not fit together.
 
         store: a connection for this alone.
         main: the store is this machine's.
-        attempt: a number that all have for the start of the processes, where each machine counts
+        attempt: a number that all have for the start of the processes, where each host counts
             for itself.
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -223,7 +223,7 @@ class HostMonitor:
         self._round = None
 
     def stopped(self) -> int | None:
-        """This machine was told to stop: the run's exit code if it ends as a machine is lost, and
+        """This host was told to stop: the run's exit code if it ends as a host is lost, and
         that is said.
         """
         now = self._round
@@ -284,7 +284,7 @@ class HostMonitor:
         )
 
     def _beat(self, now: _Round) -> None:
-        """Say that we are alive, and look after the machine before us."""
+        """Say that we are alive, and look after the host before us."""
         at = time.monotonic()
         if at < now.next_beat:
             return
@@ -465,7 +465,7 @@ def _state(pid: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """What must be equal on all machines: Python, torch, and every installed part of ds_core."""
+    """What must be equal on all hosts: Python, torch, and every installed part of ds_core."""
     from importlib.metadata import PackageNotFoundError, entry_points, version
 
     found = {"python": ".".join(map(str, sys.version_info[:2]))}

@@ -1,8 +1,8 @@
-"""How the machines of a run meet, for torch's elastic launcher, which imports this module only when
+"""How the hosts of a run meet, for torch's elastic launcher, which imports this module only when
 it runs.
 
 torch's own ways open stores on all interfaces, and its dynamic one unpickles what it finds there.
-Here a run has one store, which on one machine listens on the loopback only, and what goes through
+Here a run has one store, which on one host listens on the loopback only, and what goes through
 it is JSON. `elastic` has the other way.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ds_cli.multi_host.host_monitor import HostMonitor
 
 FIXED = "ds_core-fixed"
-LIMIT = timedelta(minutes=10)  # for machines to come, as in torch
+LIMIT = timedelta(minutes=10)  # for hosts to come, as in torch
 READ_LIMIT = timedelta(minutes=1)  # for one answer of the store
 
 
@@ -37,21 +37,21 @@ def register() -> None:
 
 
 class RanksStore:
-    """The store for the ranks of one round, on machine 0: a script that uses torch alone would find
+    """The store for the ranks of one round, on host 0: a script that uses torch alone would find
     in one store for all rounds the addresses of ranks that have ended."""
 
     def __init__(self) -> None:
         self._server: Any = None
 
     def open(self, store: Any, number: int, size: int, address: str) -> RendezvousStoreInfo:
-        """Where it is, on all machines.
+        """Where it is, on all hosts.
 
-        store: a part of the machines' for this round alone.
-        address: machine 0's.
+        store: a part of the hosts' for this round alone.
+        address: host 0's.
         """
         self._server = None
         if number == 0:
-            self._server = host_store(Participant(0, size, address, 0, "machine"), LIMIT)
+            self._server = host_store(Participant(0, size, address, 0, "host"), LIMIT)
             store.set("ranks", json.dumps([address, self._server.port]))
         return RendezvousStoreInfo(*json.loads(store.get("ranks")))
 
@@ -70,13 +70,13 @@ class Fixed(RendezvousHandler):
             params.max_nodes,
             address.strip("[]"),
             int(port),
-            "machine",
+            "host",
             "--nnodes",
         )
         self.run_id = params.run_id
         self.monitor: HostMonitor = params.config["monitor"]
         self._store: Any = None
-        self._ranks: RanksStore | None = None  # of the first round: the machines' own does
+        self._ranks: RanksStore | None = None  # of the first round: the hosts' own does
 
     def get_backend(self) -> str:
         """The name that torch logs."""
@@ -88,7 +88,7 @@ class Fixed(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open or reach the store and wait for all machines. Called again for each restart."""
+        """Open or reach the store and wait for all hosts. Called again for each restart."""
         place = self.place
         self.monitor.end()
         if place.size == 1:
@@ -98,9 +98,9 @@ class Fixed(RendezvousHandler):
         if self._store is None:
             self._store = (host_store if place.number == 0 else reach_store)(place, LIMIT)
         port = place.port or self._store.port
-        prefix = "ds_core/machine"
+        prefix = "ds_core/host"
         if place.size > 1:
-            prefix = f"machines/{self._meet()}"
+            prefix = f"hosts/{self._meet()}"
             guest = dataclasses.replace(place, port=port, number=max(1, place.number))
             mine = reach_store(guest, READ_LIMIT)
             self.monitor.begin(
@@ -115,9 +115,9 @@ class Fixed(RendezvousHandler):
         return RendezvousInfo(store, place.number, place.size, where)
 
     def _meet(self) -> str:
-        """Wait for the other machines, in a part of the store that ranks do not use."""
+        """Wait for the other hosts, in a part of the store that ranks do not use."""
         return meet(
-            PrefixStore("machines", self._store), self.place, LIMIT, kept=True, job=self.run_id
+            PrefixStore("hosts", self._store), self.place, LIMIT, kept=True, job=self.run_id
         )
 
     def is_closed(self) -> bool:

@@ -65,10 +65,7 @@ def choose_hosts(words: Choice) -> tuple[Host, ...]:
     if not chosen:
         raise CommandError("--exclude leaves no host")
     if words.count > len(chosen):
-        raise CommandError(
-            f"{words.count} machines are asked for, but there are {len(chosen)} hosts in the "
-            "hostfile"
-        )
+        raise CommandError(f"{words.count} hosts are asked for, but the hostfile has {len(chosen)}")
     rows = list(chosen.items())[: words.count or None]
     if words.nproc is not None:
         for name, slots_there in rows:

@@ -50,7 +50,7 @@ def choose_launcher(request: LaunchRequest, given: Mapping[str, Any]) -> tuple[s
 def _with_hosts(
     request: LaunchRequest, launcher: str, by_hand: bool, force: bool
 ) -> tuple[str, LaunchRequest]:
-    """The launcher's name, and the request with its numbers of machines; for one that is this
+    """The launcher's name, and the request with its numbers of hosts; for one that is this
     machine alone.
     """
     most = len(request.hosts)
@@ -141,7 +141,7 @@ def _checked_here(request: LaunchRequest) -> LaunchRequest:
         raise CommandError(f"--node-rank {request.node_rank} with {text}; use 0 to {most - 1}")
     if request.master_addr and most == 1 and request.master_port is None:
         raise CommandError(
-            "--master-addr on one machine needs --master-port too; leave both out for a free port"
+            "--master-addr on one host needs --master-port too; leave both out for a free port"
         )
     count = len(request.slots) if request.slots is not None else request.nproc
     return dataclasses.replace(request, min_nodes=low, max_nodes=most, nproc=count)

@@ -107,7 +107,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _elastic(nodes: tuple[int, int], wanted: bool, fewest: int, most: int) -> tuple[int, int]:
-    """The bounds on machines; (0, 0): not told.
+    """The bounds on hosts; (0, 0): not told.
 
     ``--elastic-training`` without a most: MIN:0, all hosts.
     """

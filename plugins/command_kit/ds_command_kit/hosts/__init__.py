@@ -1,4 +1,4 @@
-"""Several machines: which hosts (`hostfile`), what they are given (`settings`), how one is served
+"""Several hosts: which (`hostfile`), what they are given (`settings`), how one is served
 (`agent`), and the local programs that reach them (`tools`). A launcher needs only what is named
 here (torch-free).
 

@@ -31,7 +31,7 @@ def tokens_of(sample: Any) -> int:
         return len(sample)
     except TypeError as error:
         raise UsageError(
-            "the length of a sample cannot be told: it is (or begins with) a "
+            "the length of a sample cannot be found: it is (or begins with) a "
             f"{type(sample).__name__}; give the "
             "dataset an attribute `lengths`, or set dynamic_batching.metrics_path"
         ) from error

@@ -120,7 +120,7 @@ def _tokens(sample: Any) -> Array:
         tokens = tokens[_numbers(mask).astype(bool)]
     if tokens.dtype.kind not in "iu" or (len(tokens) and tokens.min() < 0):
         raise UsageError(
-            "the tokens of a sample must be integers from 0; give a function of your own for others"
+            "the tokens of a sample must be integers from 0; give your own function for others"
         )
     return tokens
 

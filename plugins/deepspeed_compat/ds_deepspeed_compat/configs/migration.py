@@ -78,7 +78,7 @@ def migrate(
     _say("has no effect, and was left out", [str(p) for p in found.idle])
     _say("stays, with a remark", [str(p) for p in found.remarks])
     _say(
-        '"auto", which the Trainer, Accelerate or another front-end fills in',
+        '"auto", which the Trainer, Accelerate or another frontend fills in',
         [", ".join(found.autos)],
     )
     _say("needs a package", [str(p) for p in found.to_install])

@@ -39,7 +39,7 @@ class _EngineScale:
 
     def update(self, overflow: bool) -> None:
         raise UsageError(
-            "engine.step() updates the loss scale; make a scaler of your own for a loop without it"
+            "engine.step() updates the loss scale; make your own scaler for a loop without it"
         )
 
 

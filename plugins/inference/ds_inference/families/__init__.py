@@ -131,7 +131,7 @@ def _lower(model: Any, dtype: torch.dtype | None) -> Lowered:
         raise Unknown(
             f"its family ({name}) is not known"
             if base is not None
-            else "it is not a model of transformers"
+            else "it is no transformers model"
         )
     plain(base)
     for asked in ("output_attentions", "output_hidden_states"):

@@ -210,7 +210,7 @@ class _Part:
                 out[i, :length] = arena[block, 0, at % BLOCK, 0].long()
             elif count != length:
                 raise UsageError(
-                    "a step that goes on with a sequence needs the cache of the steps before"
+                    "a step that continues a sequence needs the cache of the steps before"
                 )
             else:
                 out[i, :length] = new

@@ -213,7 +213,7 @@ def _load(path: Path, choices: Choices) -> tuple[Any, Any]:
         # Transformers advises it, and this command does not offer it.
         if "trust_remote_code" in str(error):
             raise CommandError(
-                f"{path} needs code of its own, which `dscore serve` does not run"
+                f"{path} needs code from its folder, which `dscore serve` does not run"
             ) from None
         raise CommandError(
             f"{path} cannot be loaded by transformers: {type(error).__name__}: {error}"
@@ -225,7 +225,7 @@ def _all_there(path: Path, found: dict[str, Any]) -> None:
     random numbers.
     """
     for kind, what in (
-        ("missing_keys", "are not there"),
+        ("missing_keys", "are missing"),
         ("mismatched_keys", "have another shape"),
     ):
         names = sorted(

@@ -220,7 +220,7 @@ def _quantise(
     elif type(module) is not nn.Linear and cut is None and not hasattr(module, "nf"):
         raise ValueError(f"{type(module).__name__} is not nn.Linear")
     elif cut is not None and cut.whole_weight:
-        raise ValueError("ranks use rows of a whole weight")
+        raise ValueError("ranks use rows of a full weight")
     else:
         made = layer(
             module.weight.detach().t() if hasattr(module, "nf") else module.weight, module.bias

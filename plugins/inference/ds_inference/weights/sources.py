@@ -136,7 +136,7 @@ def _read_index(path: Path) -> list[Path]:
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise CheckpointError(f"{path} has no weight_map of file names")
     if bad := [name for name in files.values() if os.path.isabs(name)]:
-        raise CheckpointError(f"{path} names {bad[0]!r}: files lie next to their index")
+        raise CheckpointError(f"{path} names {bad[0]!r}: files are next to their index")
     return [_below(path.parent, name, str(path)) for name in dict.fromkeys(files.values())]
 
 

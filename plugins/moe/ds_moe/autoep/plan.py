@@ -108,7 +108,7 @@ class BlockPlan:
             raise UsageError(
                 f"{self.prefix} has only this rank's share of experts: the model is a copy of one "
                 "that an engine divides; destroy that engine before the model is copied, or build "
-                "the model anew"
+                "the model again"
             )
         for name, param in self.experts.named_parameters():
             if param.numel() == 0:
@@ -240,7 +240,7 @@ class BlockPlan:
                 f"with expert_w2 of shape {tuple(w2.shape)}, [experts, hidden, inner], AutoEP "
                 f"cannot use {', '.join(odd) or 'weights that are not 3-d'}",
                 f"expert_w1 must be [experts, {'inner' if 'w3' in weights else '2 * inner'}, "
-                "hidden] without biases; a preset of a plugin can bring an arithmetic of its own",
+                "hidden] without biases; a preset of a plugin can bring its own arithmetic",
             )
 
     def _listed_roles(self) -> dict[str, str]:

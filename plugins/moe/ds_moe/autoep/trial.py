@@ -69,8 +69,8 @@ def try_out(plan: BlockPlan) -> None:
             "preset_model" if plan.section.moe_layer_pattern is None else "moe_layer_pattern",
             problem,
             "say what the block does: expert_w1, expert_w2 and expert_w3, score_func, score_apply, "
-            "route_norm, route_scale, num_expert_groups; or use a preset with an arithmetic of its "
-            "own",
+            "route_norm, route_scale, num_expert_groups; or use a preset with its own "
+            "arithmetic",
         )
     if plan.ctx.rank == 0:
         log.warning("%s: %s, as %s may say", plan.prefix, problem, ", ".join(keys))

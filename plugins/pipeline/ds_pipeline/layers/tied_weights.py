@@ -139,7 +139,7 @@ class Ties:
                 raise UsageError(
                     f"copies of the tied weight {name!r} are {shown}, so they would drift apart; "
                     "freeze or thaw it, "
-                    "and list it in model_parameters, on every stage alike"
+                    "and list it in model_parameters, on all of these stages"
                 )
         self._agreed = mine
         self._members = {p for p in self._given or () if p.requires_grad}

@@ -140,7 +140,7 @@ def attend_part(
     # The model built a mask itself, of its part of the sequence.
     if not isinstance(part, Part):
         raise UsageError(
-            f"sequence_parallel: {type(module).__name__} was given a mask of its own making; its "
+            f"sequence_parallel: {type(module).__name__} was given a mask that it did not expect; its "
             "attention cannot be "
             "divided"
         )

@@ -153,7 +153,7 @@ def tile_loss(
     own = {k: v for k, v in vars(model).items() if k == "_loss_function"}
     if not isinstance(output, nn.Module) or before is None:
         raise UsageError(
-            f"{key} is for causal language models of transformers, and {name} has no "
+            f"{key} is for causal language models of the transformers library, and {name} has no "
             "get_output_embeddings() and loss_function; call ds_sequence_parallel.TiledFusedLogitsLoss in the model"
         )
     if "shift_labels" not in inspect.signature(before).parameters:

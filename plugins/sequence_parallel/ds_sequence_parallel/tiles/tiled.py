@@ -367,7 +367,7 @@ def _check(run: _Run, out: Any, size: int) -> None:
     if not run.loss and (out.dim() <= run.dim or out.shape[run.dim] != size):
         raise UsageError(
             f"{run.what}: for a tile of {size} positions in dimension {run.dim} it gave the shape "
-            f"{tuple(out.shape)}; only functions that treat each position alike can be tiled"
+            f"{tuple(out.shape)}; only functions that treat all positions the same way can be tiled"
         )
 
 

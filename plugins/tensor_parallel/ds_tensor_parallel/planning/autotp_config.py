@@ -124,7 +124,7 @@ def _preset(name: str) -> AutoTPConfig:
             raise UsageError(
                 f"AutoTPPresets: {name} is cut by the model's own heads or experts, which "
                 f"layer_specs cannot say; set tensor_parallel.preset_model to {name!r}, with "
-                "partition_config for rules of your own"
+                "partition_config for your rules"
             )
         names = rf".*{pattern.removesuffix('$')}\.weight$"
         specs.append(TPLayerSpec([names], PartitionType(rule.kind.value)))

@@ -433,7 +433,7 @@ class Planner:
             raise ValueError(f"a {type(module).__name__} is no linear layer")
         if rule.kind is Kind.ROW and not is_plain(module):
             raise ValueError(
-                f"a {type(module).__name__} has a forward of its own, so its input cannot be cut"
+                f"a {type(module).__name__} has its own forward, so its input cannot be cut"
             )
         return widths(module)[0 if rule.kind is Kind.ROW else 1]
 

@@ -31,13 +31,13 @@ _HANDLES = "_ds_handles"
 """The attribute of a module that has torch's handles of its hooks."""
 
 _NOT_SAVED = (
-    "state_dict(): partitioned weights are empty tensors in it (the first is %r), because their "
-    "values are spread over ranks. For whole weights use engine.save_checkpoint or "
+    "state_dict(): sharded weights are empty tensors in it (the first is %r), because their "
+    "values are spread over ranks. For full weights use engine.save_checkpoint or "
     "engine.save_16bit_model, or call state_dict() on every rank inside "
     "ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
 )
 _NOT_LOADED = (
-    "load_state_dict(): the state dict has a tensor without values for a partitioned weight (the "
+    "load_state_dict(): the state dict has a tensor without values for a sharded weight (the "
     "first is %r), as state_dict() gives it at stage 3; such weights stay as they are"
 )
 
@@ -202,7 +202,7 @@ def _load(
         if found is _Given.MISFIT:
             errors.append(
                 f"size mismatch for {key}: its shape is {tuple(handle.shape)} in the model and "
-                f"{tuple(value.shape)} in the state dict of this rank; each rank gives its whole "
+                f"{tuple(value.shape)} in the state dict of this rank; each rank gives its full "
                 "weight, or a placeholder"
             )
         elif found is _Given.FULL:
@@ -257,7 +257,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
         handle = handle_of(param)
         if handle is not None and handle.is_sharded:
             raise UsageError(
-                f"{type(module).__name__}: its weights were partitioned by ds_zero.Init; give the "
+                f"{type(module).__name__}: its weights were sharded by ds_zero.Init; give the "
                 "model to ds_core.initialize with zero_optimization.stage 3 (1 and 2 will do), or "
                 "gather them with ds_zero.GatheredParameters"
             )

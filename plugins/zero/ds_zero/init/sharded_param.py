@@ -287,7 +287,7 @@ def fill_alias(tensor: Tensor) -> None:
         if sharded.consumed:
             raise UsageError(
                 f"this tensor was made of parameter 'init.{sharded.serial}' of shape "
-                f"{tuple(sharded.shape)} while that was partitioned, and had no values when an "
+                f"{tuple(sharded.shape)} while that was sharded, and had no values when an "
                 "engine took over the weight; make it inside ds_zero.GatheredParameters(param), "
                 "or put it into a module in the same ds_zero.Init"
             )
@@ -396,7 +396,7 @@ def check_not_assigned(param: nn.Parameter, sharded: ShardedParam, name: str = "
     if not sharded.users and param.numel():
         raise UsageError(
             f"parameter {name or getattr(param, 'ds_id', '')!r} of shape {tuple(sharded.shape)} "
-            f"was given data of shape {tuple(param.shape)} while it is partitioned; write to it "
+            f"was given data of shape {tuple(param.shape)} while it is sharded; write to it "
             "inside ds_zero.GatheredParameters(param, modifier_rank=0)"
         )
 
@@ -431,7 +431,7 @@ def prepare_module(module: nn.Module, ctx: Context) -> None:
             # Attributes of stage 3 without the mark of `Init`: an engine has taken the weight over.
             if hasattr(param, "ds_id") and not hasattr(param, _IN_PLACE):
                 raise UsageError(
-                    f"parameter {info.name!r} is partitioned by another engine; call that engine's "
+                    f"parameter {info.name!r} is sharded by another engine; call that engine's "
                     "destroy() first, or initialize the complete model once"
                 )
             continue

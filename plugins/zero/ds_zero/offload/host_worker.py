@@ -127,7 +127,7 @@ class HostWorker:
             what, error = self._shared.failure
             raise WorkerError(
                 f"rank {comm.rank()}: {self.name} died in {what}: {type(error).__name__}: {error}; "
-                "the weights on the host may be half updated, so go on from the last checkpoint"
+                "the weights on the host may be half updated, so resume from the last checkpoint"
             ) from error
 
 

@@ -108,8 +108,7 @@ class SuperOffload(Updates):
         buckets = [b for b in reducer.buckets if b.masters.copied and b.masters.store is not None]
         if not isinstance(reducer, Reducer) or not buckets:
             log.info(
-                "SuperOffload: no update begins in backward: no bucket has masters of its own on "
-                "the host"
+                "SuperOffload: no update begins in backward: no bucket has masters on the host"
             )
             return
         self._optimizer = optimizer

@@ -240,7 +240,7 @@ class LauncherConformance:
                 line for line in said(tmp_path).splitlines() if line.startswith("dscore: rank 1 ")
             ]
             assert len(lines) == 1, (
-                f"the failure of rank 1 is told {len(lines)} times: {said(tmp_path)[-2000:]}"
+                f"the failure of rank 1 is reported {len(lines)} times: {said(tmp_path)[-2000:]}"
             )
 
     def test_nothing_is_left_when_it_is_killed(self, tmp_path: Path) -> None:

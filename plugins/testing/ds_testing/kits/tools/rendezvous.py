@@ -90,7 +90,7 @@ class RendezvousConformance:
             assert job.source, "Job.source is empty; say whose variables these are"
             place = (int(job.variables["RANK"]), int(job.variables["WORLD_SIZE"]))
             assert place == (rank, SIZE), (
-                f"rank {rank} of {SIZE} is told that it is rank {place[0]} of {place[1]}"
+                f"rank {rank} of {SIZE} hears that it is rank {place[0]} of {place[1]}"
             )
 
     def test_ranks_meet_at_the_store(self) -> None:

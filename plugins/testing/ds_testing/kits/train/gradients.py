@@ -51,7 +51,7 @@ class GradientsConformance:
         assert _difference(ranks[0], ranks[1]) == 0, "the ranks have different weights"
         off = _difference(ranks[0], truth)
         assert off <= self.tolerance, (
-            f"two ranks are off by {off:.2g} from one: change shards alike on every rank"
+            f"two ranks are off by {off:.2g} from one: change shards in the same way on every rank"
         )
 
     def test_every_partitioner_gives_the_same(self) -> None:
