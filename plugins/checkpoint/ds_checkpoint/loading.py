@@ -264,7 +264,7 @@ def _check_foreign(
     source = open_foreign(run, name, path, verify=verify)
     try:
         unexpected = _not_tied(run, run.check(source, options))
-        saved, missing = saved_run(run, source)
+        saved, missing = saved_run(run, source, options)
         if source.manifest.optimizer is not None:
             groups = saved.common["optimizer_groups"]
             _check_optimizer(run.optimizer, source.manifest, groups, options)

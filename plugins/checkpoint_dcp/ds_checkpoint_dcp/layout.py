@@ -36,7 +36,7 @@ OURS = "dscore"
 """What this package adds to what it writes: what only ds_core reads."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Layout:
     """Which name means what."""
 
@@ -46,6 +46,8 @@ class Layout:
     states: dict[tuple[str, str], str] = field(default_factory=dict)
     # (group, key) -> name, where groups are numbered.
     groups: dict[tuple[int, str], str] = field(default_factory=dict)
+    # The name of all groups in one value, as torch before 2.4 kept them.
+    all_groups: str | None = None
     # (weight, key) -> name, where each weight has its hyperparameters.
     by_weight: dict[tuple[str, str], str] = field(default_factory=dict)
     # Names that may hold the number of steps, the most likely first.
@@ -91,8 +93,8 @@ def _take_optimizer(layout: Layout, rest: dict[str, KeyPath]) -> None:
             layout.states[str(path[-1]), str(path[-2])] = name
         elif path[:-3] in nested and path[-3] == "param_groups" and isinstance(path[-2], int):
             layout.groups[path[-2], str(path[-1])] = name
-        elif "param_groups" in path and path[: path.index("param_groups")] in nested:
-            pass  # torch before 2.4 kept all groups in one value, whose content has no use here
+        elif path[-1] == "param_groups" and path[:-1] in nested:
+            layout.all_groups = name
         elif path[:-1] in flat:
             kind, _, inner = str(path[-1]).partition(".")
             weight, _, key = inner.rpartition(".")
@@ -136,6 +138,13 @@ def groups_of(
     layout: Layout, value: Any
 ) -> tuple[list[dict[str, Any]], list[list[str]], dict[str, Any]]:
     """(each group's hyperparameters, the weights of each, all values by name); `value` reads one."""
+    if layout.all_groups is not None:
+        found = value(layout.all_groups)
+        rows = [r for r in found if isinstance(r, dict)] if isinstance(found, list) else []
+        kept = [{k: row[k] for k in GROUP_KEYS if k in row} for row in rows]
+        lists = [row.get("params") for row in rows]
+        names = [list(map(str, n)) if isinstance(n, list) else [] for n in lists]
+        return kept, names, {f"{layout.all_groups}.{k}": v for g in kept for k, v in g.items()}
     values = {name: value(name) for name in (*layout.groups.values(), *layout.by_weight.values())}
     if layout.groups:
         # As many as there are names for, whatever numbers they bear.

@@ -109,11 +109,14 @@ def _opened(folder: Path, stored: Stored, common: Mapping[str, Any]) -> ForeignC
     stacked = _stacked(shapes)
     pieces = [q for p in pieces for q in _unstacked(p, stacked)]
     groups, steps = _groups(common)
+    missing = [unread(sorted(others))] if others else []
+    if fit and not groups:
+        groups = [{}]
+        missing.append("it has no hyperparameters of the optimizer; this run's stay as they are")
     pieces += _counters(pieces, steps)
     run = new_run() | {"optimizer_groups": groups, "optimizer_params": []}
     iteration = common.get("iteration")
     run["global_steps"] = run["micro_steps"] = iteration if type(iteration) is int else 0
-    missing = [unread(sorted(others))] if others else []
     optimizer = "Megatron-core:unknown class" if fit else None
     tag = folder.name if re.fullmatch(r"[A-Za-z0-9_-]{1,128}", folder.name) else "imported"
     found = ForeignCheckpoint(folder, tag, pieces, run, optimizer=optimizer)

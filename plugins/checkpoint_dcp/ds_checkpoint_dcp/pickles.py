@@ -91,8 +91,9 @@ def read_pickle(data: bytes, what: str, allowed: Callable[[str], bool] = lambda 
         return _Machine(what, allowed).run(data)
     except CheckpointError:
         raise
-    # The bytes are a stranger's: an opcode may find anything on the stack.
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    # The bytes are a stranger's: an opcode may find anything on the stack, and a text may be one that
+    # Python warns of.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, Warning) as error:
         raise CheckpointError(
             f"{what} is no whole pickle ({type(error).__name__}: {str(error)[:100]}); copy it again"
         ) from error

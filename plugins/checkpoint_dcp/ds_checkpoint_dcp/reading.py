@@ -97,7 +97,11 @@ def _opened(folder: Path, stored: Stored, layout: Layout) -> ForeignCheckpoint:
     missing = [unread(layout.others)] if layout.others else []
     groups, params, values = groups_of(layout, stored.value)
     missing += _refused(values)
+    groups = [{k: _number(v) for k, v in g.items()} for g in groups]
     groups = [{k: v for k, v in g.items() if _is_plain(v)} for g in groups]
+    if layout.states and not groups:
+        groups, params = [{}], [list(dict.fromkeys(weight for _, weight in layout.states))]
+        missing.append("it has no hyperparameters of the optimizer; this run's stay as they are")
     run = new_run() | {"optimizer_groups": groups, "optimizer_params": params}
     run["global_steps"] = run["micro_steps"] = _steps(stored, layout)
     run["lr_scheduler"] = _schedule(stored, layout)
@@ -124,6 +128,11 @@ def _tag(folder: Path) -> str:
     return kept[:128].lstrip(".") or "imported"
 
 
+def _number(value: Any) -> Any:
+    """A tensor of one element as its number: a learning rate may be one."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def _is_plain(value: Any) -> bool:
     return not isinstance(value, NotPlain | Tensor | dict)
 
@@ -137,8 +146,10 @@ def _steps(stored: Stored, layout: Layout) -> int:
     """The number of optimizer steps: what the program says, else what the optimizer has counted."""
     counters = [name for (key, _), name in layout.states.items() if key == "step"]
     for name in (*layout.steps, *counters[:1]):
-        value = stored.value(name)
-        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        tensor = stored.metadata.tensors.get(name)
+        if tensor is not None and Box.whole(tensor.shape).numel != 1:
+            continue
+        value = _number(stored.value(name))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53:
             return int(value)
     return 0

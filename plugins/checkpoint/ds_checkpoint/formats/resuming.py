@@ -17,6 +17,7 @@ from ds_checkpoint.formats.foreign import ForeignCheckpoint, ForeignStates
 from ds_checkpoint.storages.contract import Storage
 from ds_checkpoint.storages.disk import DiskStorage
 from ds_core.engine import LoadOptions
+from ds_core.errors import CheckpointError
 
 
 def find_foreign(run: RunState, storage: Storage, options: LoadOptions) -> list[str] | None:
@@ -69,11 +70,16 @@ def _in_first_names(run: RunState, found: ForeignCheckpoint) -> ForeignCheckpoin
     return dataclasses.replace(found, pieces=pieces)
 
 
-def saved_run(run: RunState, source: ForeignStates) -> tuple[SavedRun, list[str]]:
+def saved_run(
+    run: RunState, source: ForeignStates, options: LoadOptions
+) -> tuple[SavedRun, list[str]]:
     """(what `RunState.restore` takes, what of it is not taken over)."""
     found = source.found
     values = dict(found.run)
-    values["lr_scheduler"], note = _schedule(run, values["lr_scheduler"])
+    mine = run.common()
+    values["lr_scheduler"], note = _schedule(mine["lr_scheduler"], values["lr_scheduler"])
+    if options.optimizer and not options.module_only:
+        _order_groups(values, mine["optimizer_params"])
     local: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
     saved = SavedRun(
         states=source, common=values, local=local, own=False, world_size=1, shared=found.shared
@@ -81,11 +87,34 @@ def saved_run(run: RunState, source: ForeignStates) -> tuple[SavedRun, list[str]
     return saved, [*found.missing, *note]
 
 
+def _order_groups(values: dict[str, Any], mine: list[list[str]]) -> None:
+    """Bring the optimizer's groups into the order of this run's, by the weights that they have.
+
+    CheckpointError where no order fits.
+    """
+    groups = values["optimizer_groups"]
+    params = values["optimizer_params"]
+    if len(groups) < 2 or len(groups) != len(mine) or len(params) != len(groups) or not all(params):
+        return
+    owner = {name: number for number, names in enumerate(params) for name in names}
+    found = [sorted({owner[name] for name in names if name in owner}) for names in mine]
+    taken = [numbers[0] for numbers in found if numbers]
+    if any(len(numbers) > 1 for numbers in found) or len(set(taken)) < len(taken):
+        raise CheckpointError(
+            "the groups of its optimizer have other weights than this run's; use the same groups, or "
+            "load_optimizer_states=False"
+        )
+    # A group that has no weights on this rank gets one that no other group has.
+    free = iter(n for n in range(len(groups)) if n not in taken)
+    order = [numbers[0] if numbers else next(free) for numbers in found]
+    values["optimizer_groups"] = [groups[n] for n in order]
+    values["optimizer_params"] = [params[n] for n in order]
+
+
 def _schedule(
-    run: RunState, state: Mapping[str, Any] | None
+    mine: Mapping[str, Any] | None, state: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The state of this run's schedule, made of another program's; None: it stays as it is."""
-    mine = run.common()["lr_scheduler"]
     if state is None or mine is None:
         return (None if state is None else dict(state)), []
     if set(mine) <= set(state):
