@@ -19,10 +19,10 @@ def import_checkpoint(
         ),
     ],
     output: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="OUTPUT",
-            help="Folder of checkpoints to write into; its `latest` will name it.",
+            help="Folder of checkpoints to write into, or a URL; its `latest` will name it.",
         ),
     ],
     tag: Annotated[
