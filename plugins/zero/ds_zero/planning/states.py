@@ -7,7 +7,7 @@ The classes are chosen by the functions that training calls (`ds_zero.buckets.we
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
@@ -72,6 +72,9 @@ class RankStates:
     deferred: bool
     """Whether ZenFlow updates masters, so that reduced gradients stay on the device until the step."""
 
+    _masters: dict[SimulatedBucket, Bytes] = field(default_factory=dict, init=False, repr=False)
+    """What `masters` has found: it is asked for often, and adds up the parameters of a bucket."""
+
     def weights(self, bucket: SimulatedBucket) -> type[Weights]:
         """The class of its weights."""
         resident = not self.offload.on_disk if self.offload.weights else None
@@ -79,13 +82,15 @@ class RankStates:
 
     def masters(self, bucket: SimulatedBucket) -> Bytes:
         """The masters, states and waiting gradients of a trained bucket, and where they are."""
-        kind = masters_kind(
-            self.weights(bucket),
-            same=self.dtypes.master(bucket) == bucket.dtype,
-            resident=None if self.offload is Offload.NONE else not self.offload.on_disk,
-            deferred=self.deferred,
-        )
-        return kind.memory(self.sizes(bucket))
+        if bucket not in self._masters:
+            kind = masters_kind(
+                self.weights(bucket),
+                same=self.dtypes.master(bucket) == bucket.dtype,
+                resident=None if self.offload is Offload.NONE else not self.offload.on_disk,
+                deferred=self.deferred,
+            )
+            self._masters[bucket] = kind.memory(self.sizes(bucket))
+        return self._masters[bucket]
 
     def sizes(self, bucket: SimulatedBucket) -> Sizes:
         """What the classes are asked with."""
