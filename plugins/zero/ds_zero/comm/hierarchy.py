@@ -87,9 +87,8 @@ def levels(mesh: Mesh, axes: Sequence[str], size: int) -> Levels:
         return next((g for g in groups if g is not ALONE), ALONE)
 
     inner = mine(range(first, first + size) for first in range(0, world, size))
-    return Levels(
-        inner, mine(range(place, world, size) for place in range(size)), size, world // size
-    )
+    outer = mine(range(place, world, size) for place in range(size))
+    return Levels(inner, outer, size, world // size)
 
 
 def in_blocks(
@@ -188,12 +187,8 @@ class TwoSteps(WeightGather):
                 for o, i in pairs
             ]
 
-        return [
-            Chain(
-                [comm.all_gather_into_tensor(across, mine, group=self.hosts.outer, async_op=True)],
-                inside,
-            )
-        ]
+        work = comm.all_gather_into_tensor(across, mine, group=self.hosts.outer, async_op=True)
+        return [Chain([work], inside)]
 
 
 def two_steps(mesh: Mesh, wanted: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], TwoSteps]:
