@@ -30,7 +30,7 @@ def describe_waits(
         wait = "waits" if len(ranks) == 1 else "wait"
         lines.append(
             f"  {ranks_text(ranks)} {wait} for {what}{where(waiting[ranks[0]])}; "
-            f"{_not_come(missing)}"
+            f"{_not_come(what, missing)}"
         )
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"  and {len(lines) - SHOWN} more waits"]
@@ -62,8 +62,10 @@ def _missing(
     return what, sorted(calls)
 
 
-def _not_come(missing: Sequence[int]) -> str:
+def _not_come(what: str, missing: Sequence[int]) -> str:
     if not missing:
+        if what.startswith("open_transport"):  # where kernels are compiled at their first use
+            return "all have come; kernels are still being compiled, or the network is interrupted"
         return "all have come, so the backend or the network does not bring it to an end"
     return f"{ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not come"
 

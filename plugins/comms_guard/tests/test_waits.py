@@ -328,6 +328,12 @@ def test_all_have_come() -> None:
     )
 
 
+def test_a_first_run_that_compiles_is_not_taken_for_a_broken_network() -> None:
+    positions = {r: at(r, None, "open_transport, called by ds_core.mesh") for r in range(2)}
+    said = describe_waits(positions, {}, 2, 60.0)
+    assert "; all have come; kernels are still being compiled, or the network is" in said
+
+
 def test_who_waits_for_something_else_has_not_come_to_a_call_of_torch() -> None:
     positions = {
         0: at(0, None, "torch.distributed.all_reduce", g=2),
