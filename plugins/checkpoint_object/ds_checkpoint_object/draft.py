@@ -60,7 +60,7 @@ class ObjectDraft(Draft):
         """See `Draft`. The lease that rank 0 holds tells whether this rank sees the same store."""
         if self._bucket.head(self._root + LEASE) is None:
             raise CheckpointError(
-                f"{self._bucket.url(self._root + LEASE)}, put by rank 0, is not there; all ranks "
+                f"{self._bucket.url(self._root + LEASE)}, put by rank 0, is missing; all ranks "
                 "must see the same store (a memory:// store is of one process)"
             )
 

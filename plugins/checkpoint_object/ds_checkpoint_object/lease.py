@@ -149,7 +149,7 @@ class Lease:
         return f"another job is saving to {self._place} ({_named(owner)})"
 
 
-_ADVICE = "give each job a save_dir of its own, or end the other job"
+_ADVICE = "give each job a separate save_dir, or end the other job"
 
 
 def _keep(lease: weakref.ref[Lease], stop: threading.Event, pause: float) -> None:

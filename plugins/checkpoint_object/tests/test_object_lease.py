@@ -64,7 +64,7 @@ def test_a_living_job_and_a_dead_one(server: str, tmp_path: Path) -> None:
             mine.hold()
         assert f"another job is saving to {url} (host " in str(caught.value)
         assert f"process {other.pid})" in str(caught.value)
-        assert "a save_dir of its own" in str(caught.value)
+        assert "a separate save_dir" in str(caught.value)
         other.kill()
         other.wait()
         # Killed on this machine: nobody waits until its time is over.
