@@ -4,13 +4,17 @@ knows of either.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ds_cli.plugin import ds_commands
+from ds_command_kit.app import make_app
 from torch import nn
+from typer.testing import CliRunner
 
 import ds_core
 from ds_core.errors import PluginError
@@ -21,7 +25,7 @@ from ds_core.plugins.registry import PluginSettings
 HERE = Path(__file__).parent
 Install = Callable[..., None]
 CONFIG = {"train_batch_size": 1, "plugins": {"load": ["sees_rain"]}}
-MADE = ("weather", "sees_rain", "sees_rain_too", "unmarked")
+MADE = ("weather", "umbrellas", "sees_rain", "sees_rain_too", "unmarked")
 RAIN = "def ds_weather(ctx, hour): return [f'rain at {hour} on rank {ctx.rank}']\n"
 
 
@@ -147,3 +151,18 @@ def test_two_kits_with_one_hook_are_named(install: Install, tmp_path: Path) -> N
         PluginError, match=r"sees_rain.*\(other 1.0.* is defined by 'ds_weather' \(weather 1.0"
     ):
         Plugins(PluginSettings(load=["sees_rain"]), [])
+
+
+def test_dscore_plugins_lists_what_a_kits_hook_offers(install: Install) -> None:
+    install(
+        "umbrellas",
+        "ds_large_umbrellas = umbrellas\n[ds_core.backends]\nsees_rain = sees_rain",
+        umbrellas="from ds_core.plugins.checks import gives, references\n"
+        "@gives(references)\ndef ds_large_umbrellas(): ...",
+        sees_rain="def ds_large_umbrellas(): return {'black': 'sees_rain:x'}",
+    )
+    runner = CliRunner()
+    done = runner.invoke(make_app(ds_commands()), ["plugins", "--json"], prog_name="dscore")
+    assert done.exit_code == 0, done.output
+    (row,) = (row for row in json.loads(done.output) if row["name"] == "sees_rain")
+    assert (row["state"], row["offers"]) == ("loaded", {"large umbrella": ["black"]}), row

@@ -91,11 +91,14 @@ def test_one_plugin_in_detail(install: Any, monkeypatch: Any) -> None:
 
 
 def test_every_hook_has_a_word_in_the_list() -> None:
-    from ds_cli.plugins.command import KINDS
+    from ds_cli.plugins.command import KINDS, _kind
 
-    from ds_core.plugins.discovery import HOOKS, OBSERVERS
+    from ds_core.plugins.discovery import HOOKS, OBSERVERS, offers
 
-    assert set(KINDS) - {"ds_metrics"} == set(HOOKS) - {"ds_config"} - set(OBSERVERS)
+    named = set(HOOKS) - {"ds_config"} - set(OBSERVERS)
+    # What a kit's hook offers is called by the hook's name.
+    assert set(KINDS) - {"ds_metrics"} == named - (set(offers()) - set(KINDS))
+    assert _kind("ds_state_stores", offered=True) == "state store"
 
 
 @pytest.mark.parametrize("command", ["plugins", "doctor"])

@@ -32,8 +32,6 @@ KINDS = {
     "ds_rendezvous": "rendezvous",
     "ds_optimizers": "optimizer",
     "ds_schedulers": "scheduler",
-    "ds_state_stores": "state store",
-    "ds_checkpoint_storages": "checkpoint storage",
     "ds_monitors": "monitor",
     "ds_metrics": "metrics",
     "ds_listens": "observer",
@@ -62,7 +60,7 @@ KINDS = {
     "ds_planners": "planner",
     "ds_check": "check",
 }
-"""What a hook makes of its plugin; all others are observers'."""
+"""What a hook of the core, or of one of our kits, makes of its plugin; for others see `_kind`."""
 
 
 class _Group(OpenGroup):
@@ -145,22 +143,28 @@ def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
     """Kind -> the names that the plugin offers; none where names depend on a config, or it has
     none.
     """
-    from ds_core.plugins.discovery import PluginState
+    from ds_core.plugins.discovery import PluginState, offers
 
     found: dict[str, list[str]] = (
         {"section": [report.found.name]} if report.found.owns_section else {}
     )
-    for hook in report.hooks:
-        if hook != "ds_config":
-            found.setdefault(KINDS.get(hook, "observer"), [])
-    if report.state is PluginState.LOADED:
-        from ds_core.plugins.discovery import offers
-
-        asked = offers()
-
-        for hook in (hook for hook in report.hooks if hook in asked and hook != "ds_config"):
-            found[KINDS[hook]] += _names(known.ask_one(hook, report.found))
+    offered = offers()
+    for hook in (hook for hook in report.hooks if hook != "ds_config"):
+        names = found.setdefault(_kind(hook, offered=hook in offered), [])
+        if hook in offered and report.state is PluginState.LOADED:
+            names += _names(known.ask_one(hook, report.found))
     return found
+
+
+def _kind(hook: str, *, offered: bool) -> str:
+    """What `hook` makes of its plugin.
+
+    offered: whether the hook says what the plugin offers. Kits, also of others, define such hooks;
+        their names are plural: ``ds_state_stores`` makes it a state store.
+    """
+    if hook in KINDS:
+        return KINDS[hook]
+    return hook.removeprefix("ds_").removesuffix("s").replace("_", " ") if offered else "observer"
 
 
 def _names(answer: Any) -> list[str]:
