@@ -190,6 +190,12 @@ class PluginMethods:
         """Load weights into the module, master weights with them; a checkpoint's dict is known by
         its key ``module``. From dscore-deepspeed-compat."""
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Make the values of `state_dict` the weights, their masters, and all copies of both. From
+        dscore-dtensor."""
+
     def load_universal_checkpoint(self) -> Any:
         """``checkpoint.load_universal`` of the config. From dscore-deepspeed-compat."""
 
@@ -302,6 +308,12 @@ class PluginMethods:
 
     def sparse_gradients_enabled(self) -> Any:
         """``sparse_gradients`` of the config. From dscore-deepspeed-compat."""
+
+    def state_dict(
+        self, *arguments: Any, view: str | None = None, masters: bool = True, **options: Any
+    ) -> dict[str, Any]:
+        """The weights and buffers by name, without a copy: sharded ones are DTensors. From dscore-
+        dtensor."""
 
     def steps_per_print(self) -> Any:
         """``steps_per_print`` of the config. From dscore-deepspeed-compat."""

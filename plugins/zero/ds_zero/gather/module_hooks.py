@@ -34,7 +34,8 @@ _NOT_SAVED = (
     "state_dict(): sharded weights are empty tensors in it (the first is %r), because their "
     "values are spread over ranks. For full weights use engine.save_checkpoint or "
     "engine.save_16bit_model, or call state_dict() on every rank inside "
-    "ds_zero.GatheredParameters(module), which takes the memory of the unsharded model"
+    "ds_zero.GatheredParameters(module), which takes the memory of the unsharded model. For "
+    "torch's own tools the package dscore-dtensor gives DTensors: engine.state_dict()"
 )
 _NOT_LOADED = (
     "load_state_dict(): the state dict has a tensor without values for a sharded weight (the "

@@ -1,0 +1,242 @@
+"""`PieceTensor`: a DTensor whose elements on a rank are any boxes of the whole, as ZeRO cuts them.
+
+torch's placements describe equal chunks of one dimension. Ranges of flattened parameters are none,
+so a `PieceTensor` has a placement of its own, `Pieces`, and does itself what depends on it:
+`full_tensor`, `redistribute`, norms, arithmetic (`ds_dtensor.ops`), and what torch's distributed
+checkpoint asks for: which boxes there are, and their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ds_core import comm
+from ds_core.errors import UsageError
+from ds_dtensor.layout import contiguous
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from ds_dtensor.layout import Window
+
+
+class Pieces(Replicate):
+    """The placement of a `PieceTensor`: each rank has the boxes that the tensor itself names.
+
+    torch's code that cuts a whole tensor by placements leaves it whole, as for its parent class, and
+    the piece is taken where the values are loaded.
+    """
+
+    def is_replicate(self) -> bool:
+        """A rank does not have all of it."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pieces)
+
+    def __hash__(self) -> int:
+        return hash(Pieces)
+
+    def __repr__(self) -> str:
+        return "Pieces()"
+
+    __str__ = __repr__
+
+
+D = TypeVar("D", bound=DTensor)
+
+
+def wrapped(kind: type[D], local: Tensor, spec: DTensorSpec) -> D:
+    """A DTensor of that kind around `local`, wherever in its storage that begins.
+
+    A DTensor has no memory of its own, and torch tells that by its address: it must not begin at
+    the offset of `local`.
+    """
+    made = kind(local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local.detach()
+    return made
+
+
+class PieceTensor(DTensor):
+    """This rank's elements of a tensor, in their own memory. Made by `PieceTensor.of`.
+
+    windows: the boxes that are here.
+    counts: whether norms and sums count the elements here; of ranks with the same ones, one does.
+    """
+
+    windows: tuple[Window, ...]
+    counts: bool
+
+    @classmethod
+    def of(
+        cls,
+        local: Tensor,
+        shape: Sequence[int],
+        windows: Sequence[Window],
+        mesh: DeviceMesh,
+        *,
+        counts: bool,
+    ) -> PieceTensor:
+        """A view: `local` is this rank's memory, which is not copied."""
+        meta = TensorMeta(torch.Size(shape), contiguous(shape), local.dtype)
+        spec = DTensorSpec(mesh, (Pieces(),), tensor_meta=meta)
+        made = wrapped(cls, local, spec)
+        made.windows = tuple(windows)
+        made.counts = counts
+        return made
+
+    def like(self, local: Tensor) -> PieceTensor:
+        """`local`, laid out as this one's elements."""
+        return PieceTensor.of(local, self.shape, self.windows, self.device_mesh, counts=self.counts)
+
+    def same_layout(self, other: DTensor) -> bool:
+        """Whether both have the same elements on this rank, in the same order."""
+        return (
+            isinstance(other, PieceTensor)
+            and other.shape == self.shape
+            and other.windows == self.windows
+        )
+
+    def views(self) -> list[Tensor]:
+        """The memory of each of `windows`."""
+        local = self._local_tensor
+        begin = int(local.storage_offset())
+        return [local.as_strided(w.box.size, w.stride, begin + w.offset) for w in self.windows]
+
+    def fill(self, full: Tensor) -> None:
+        """Copy what is here of `full`, a plain tensor of the whole shape."""
+        for window, view in zip(self.windows, self.views(), strict=True):
+            view.copy_(full[window.box.slices()])
+
+    # -- DTensor -----------------------------------------------------------------------------------
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's elements, flat; maybe none."""
+        return _Local.of(self)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, on the mesh's device. Collective over the mesh.
+
+        Bits are added to zeros, so that every value comes as it is.
+        """
+        device = self._local_tensor.device
+        if device.type != self.device_mesh.device_type:
+            device = torch.empty(0, device=self.device_mesh.device_type).device
+        full = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        if self.counts:
+            for window, view in zip(self.windows, self.views(), strict=True):
+                full[window.box.slices()].copy_(view)
+        comm.all_reduce(full.view(-1).view(torch.uint8))
+        return full
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """A DTensor with torch's placements, from the whole one. Collective over the mesh."""
+        mesh = self.device_mesh if device_mesh is None else device_mesh
+        if placements is None:
+            raise UsageError("redistribute: give placements, one for each dimension of the mesh")
+        if all(isinstance(p, Pieces) for p in placements):
+            return self
+        full = self.full_tensor()
+        whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim)
+        return whole.redistribute(mesh, placements, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from ds_dtensor.ops import run
+
+        return run(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        held = ", ".join(f"{w.box.size} at {w.box.first}" for w in self.windows)
+        return (
+            f"PieceTensor(shape={tuple(self.shape)}, dtype={self.dtype}, here: {held or 'nothing'})"
+        )
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceTensor:
+        return memo.setdefault(id(self), self.like(self._local_tensor.clone()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from ds_dtensor.places import pickled
+
+        return pickled(self)
+
+    # -- torch.distributed.checkpoint --------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(w.box.first), torch.Size(w.box.size))
+            for w in self.windows
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for window, view in zip(self.windows, self.views(), strict=True):
+            if index.offset is None or tuple(index.offset) == window.box.first:
+                return view
+        raise ValueError(f"{index.fqn}: this rank has no elements at {index.offset}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of any tensor, as a plain one. Collective for a DTensor that is spread."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # What torch has cut by our placement is whole on each rank, see `Pieces`.
+    cut = any(isinstance(p, Pieces) for p in tensor.placements)
+    if cut and not isinstance(tensor, PieceTensor):
+        return tensor._local_tensor
+    found: Tensor = tensor.full_tensor()
+    return found
+
+
+class _Local(Tensor):
+    """A rank's elements as a flat tensor, which also takes a whole tensor.
+
+    torch's loading of full state dicts copies what placements leave of one, see `Pieces`.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    whole: PieceTensor
+
+    @classmethod
+    def of(cls, whole: PieceTensor) -> _Local:
+        made = whole._local_tensor.as_subclass(cls)
+        made.whole = whole
+        return made
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """Copy `src`, of this rank's elements or of the whole shape."""
+        if src.shape == self.whole.shape and not isinstance(src, _Local):
+            self.whole.fill(src)
+            return self
+        return super().copy_(src, non_blocking)
