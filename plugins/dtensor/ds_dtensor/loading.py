@@ -88,13 +88,16 @@ class Source:
     kind: Given
     first: int | None = None
 
-    def full(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """The whole tensor. Collective but where each rank has it."""
+    def full(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The whole tensor. Collective but where each rank has it.
+
+        dtype: of what it is for; device: from which ranks send.
+        """
         if self.first is None or isinstance(self.value, DTensor):
             return whole(self.value)
-        # Ranks that have no values need their dtype too; fp32 holds what they are to become.
-        dtype = torch.promote_types(like.dtype, torch.float32) if like.is_floating_point() else None
-        out = torch.empty(tuple(shape), dtype=dtype or like.dtype, device=like.device)
+        # Ranks without values need a dtype, too; fp32 holds what is rounded to a narrower one.
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        out = torch.empty(tuple(shape), dtype=wide, device=device)
         if comm.rank() == self.first:
             out.copy_(self.value)
         comm.broadcast(out, src=self.first)
@@ -172,7 +175,7 @@ def load_state_dict(
     _release(engine)
     for key, old in others.items():
         if (source := sources.get(key)) is not None:
-            old.detach().copy_(source.full(old.shape, old))
+            old.detach().copy_(source.full(old.shape, old.dtype, _device(engine)))
     for param, info in engine.ctx.params.items():
         if param not in rests and (source := sources.get(info.name)) is not None:
             held = locate(engine, param)
@@ -214,6 +217,10 @@ def _compare(entries: Sequence[tuple[str, Any]], state_dict: Mapping[str, Any]) 
     return Keys(missing, sorted(there - {key for key, _ in entries}))
 
 
+def _device(engine: RunningEngine) -> torch.device:
+    return engine.ctx.accelerator.current_device()
+
+
 def _release(engine: RunningEngine) -> None:
     """Gathered weights are outdated now: none is kept for reuse."""
     release = getattr(engine.partitioner, "release_idle", None)
@@ -233,7 +240,8 @@ def _load_trained(engine: RunningEngine, held: ParamShard, source: Source) -> No
     if source.kind is Given.HERE:
         values = source.value._local_tensor
     else:
-        full = source.full(full_shape(engine.ctx, held.name, held.shape), held.updated)
+        shape = full_shape(engine.ctx, held.name, held.shape)
+        full = source.full(shape, held.updated.dtype, _device(engine))
         values = _local(engine, held.name, full).reshape(-1)[start:stop]
     held.write(held.updated, values.reshape(-1).to(held.updated.dtype))
     torch.autograd.graph.increment_version(held.param)
@@ -262,7 +270,8 @@ def _load_rests(
         name = engine.ctx.params[param].name
         if (source := sources.get(name)) is None:
             continue
-        full = source.full(full_shape(engine.ctx, name, rest.shape), param)
+        shape = full_shape(engine.ctx, name, rest.shape)
+        full = source.full(shape, param.dtype, _device(engine))
         local = _local(engine, name, full)
         if rest.whole and rest.state is not None and rest.state.read is None:
             rest.state.tensor.view(rest.shape).copy_(local)
@@ -298,5 +307,6 @@ def load_by_module(ctx: Context) -> None:
 
     handle = module.register_load_state_dict_pre_hook(gather)
     # Before those that load sharded weights, and the hooks of children.
-    module._load_state_dict_pre_hooks.move_to_end(handle.id, last=False)
+    hooks: Any = module._load_state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
     ctx.undo(handle.remove)

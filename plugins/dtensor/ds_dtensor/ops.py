@@ -106,14 +106,16 @@ def _part(tensor: PieceTensor, order: float, dtype: torch.dtype) -> Tensor:
     if not tensor.counts or not local.numel():
         return torch.tensor(torch.inf if order == -torch.inf else 0.0, dtype=dtype)
     found = torch.linalg.vector_norm(local, order, dtype=dtype)
-    return found if order == 0 or abs(order) == torch.inf else found**order
+    return found if order == 0 or abs(order) == torch.inf else found.pow(order)
 
 
 def _combine(part: Tensor, order: float, device: torch.device) -> Tensor:
     part = part.to(device).reshape(1)
     op = {torch.inf: ReduceOp.MAX, -torch.inf: ReduceOp.MIN}.get(order, ReduceOp.SUM)
     comm.all_reduce(part, op)
-    return part[0] if order == 0 or abs(order) == torch.inf else part[0] ** (1.0 / order)
+    if order != 0 and abs(order) != torch.inf:
+        part = part.pow(1.0 / order)
+    return part[0]
 
 
 def _device(tensor: PieceTensor) -> torch.device:

@@ -143,6 +143,7 @@ class EngineOptimizer(Optimizer):
             )
         assert kind.shape is not None and kind.dtype is not None
         if held.copied(held.updated_ranges):
+            assert isinstance(live, Tensor)
             return live.detach()
         return self._places.owned(kind.shape, kind.dtype, live)
 
@@ -259,7 +260,9 @@ class EngineOptimizer(Optimizer):
         mine = self.state.get(held.param, {}).get(key)
         like = mine if isinstance(mine, Tensor) else held.updated
         single = isinstance(mine, Tensor) and mine.dim() == 0 and (shape or key == "step")
-        full = source.full(like.shape if isinstance(mine, Tensor) else shape, like)
+        device = self._engine.ctx.accelerator.current_device()
+        wanted = like.shape if isinstance(mine, Tensor) else shape
+        full = source.full(wanted, like.dtype, device)
         if single or tuple(full.shape) != shape:
             return full
         piece = slice_of(self._engine.ctx, held.name)

@@ -52,8 +52,8 @@ def check(engine: RunningEngine) -> None:
                 "not go together: ranks have other parameters, and a DTensor has one shape on all; "
                 "use engine.save_checkpoint, which any layout loads"
             )
-    section = engine.config.raw.get("zero_optimization")
-    if isinstance(section, Mapping) and section.get("zenflow"):
+    zero = engine.config.raw.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("zenflow"):
         raise UsageError(
             "dscore-dtensor and 'zero_optimization.zenflow' do not go together: its weights are "
             "ahead of its masters between updates; use engine.save_checkpoint"

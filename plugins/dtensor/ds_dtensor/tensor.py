@@ -159,12 +159,14 @@ class PieceTensor(DTensor):
         return whole.redistribute(mesh, placements, **options)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the function, too
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         from ds_dtensor.ops import run
 
         return run(func, args, kwargs or {})
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{w.box.size} at {w.box.first}" for w in self.windows)
         return (
             f"PieceTensor(shape={tuple(self.shape)}, dtype={self.dtype}, here: {held or 'nothing'})"
@@ -173,7 +175,10 @@ class PieceTensor(DTensor):
     # -- copies ------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceTensor:
-        return memo.setdefault(id(self), self.like(self._local_tensor.clone()))
+        if id(self) not in memo:
+            memo[id(self)] = self.like(self._local_tensor.clone())
+        found: PieceTensor = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from ds_dtensor.places import pickled
@@ -224,7 +229,7 @@ class _Local(Tensor):
     torch's loading of full state dicts copies what placements leave of one, see `Pieces`.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     whole: PieceTensor
 

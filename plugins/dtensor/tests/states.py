@@ -267,3 +267,27 @@ def shard() -> list[Any]:
     from torch.distributed.tensor import Replicate
 
     return [Replicate()]
+
+
+def refused_layout(kind: str) -> str:
+    """What is said of a pipeline, and of experts that ranks divide."""
+    import ds_core
+    from plugins.dtensor.tests.nets import config
+
+    engine = ds_core.initialize(model=divided(kind), config=config(1)).engine
+    said = refused(lambda: engine.state_dict(view="dtensor"))
+    if said != refused(lambda: engine.load_state_dict({})):
+        said = "loading says something else"
+    engine.destroy()
+    return said
+
+
+def divided(kind: str) -> torch.nn.Module:
+    layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    if kind == "pipeline":
+        from ds_pipeline import PipelineModule
+
+        return PipelineModule(layers, loss_fn=torch.nn.functional.mse_loss, num_stages=2)
+    from ds_moe import MoE
+
+    return torch.nn.Sequential(MoE(4, layers[0], 2, ep_size=2))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ds_tensor_parallel  # noqa: F401  - these need them installed
+import ds_moe  # noqa: F401  - these need them installed
+import ds_pipeline  # noqa: F401
+import ds_tensor_parallel  # noqa: F401
 import ds_zero  # noqa: F401
 import pytest
 import torch
@@ -214,3 +216,11 @@ def test_a_disk_is_refused(tmp_path: Path) -> None:
     more = {"stage": 3, "zero_optimization": {"stage": 3, "offload_optimizer": disk}}
     said = run_ranks(2, states.refusal, more)
     assert "with device 'nvme'" in said[0] and said[0] == said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "moe"])
+def test_ranks_with_other_parameters_are_refused(kind: str) -> None:
+    said = run_ranks(2, states.refused_layout, kind)
+    assert f"dscore-dtensor and '{kind}'" in said[0] and said[0] == said[1]
+    assert "engine.save_checkpoint" in said[0]
