@@ -7,7 +7,7 @@ norms are put together over ranks. All else needs the whole tensor, and says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_map
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_dtensor.tensor import PieceTensor, whole, wrapped
+
+if TYPE_CHECKING:
+    from ds_dtensor.tensor import PieceTensor
+
+    Kind = type[PieceTensor]
+
+D = TypeVar("D", bound=DTensor)
 
 _LIKE = {
     "clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
@@ -29,27 +35,27 @@ _SINGLE = {"_foreach_norm": "linalg_vector_norm"}
 """What an operation on lists does to each tensor, where the names differ."""
 
 
-def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The operation `func`, of which an argument is a `PieceTensor`.
+def run(kind: type[PieceTensor], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operation `func`, of which an argument is of `kind`, a `PieceTensor`.
 
     Raises UsageError for one that would need other ranks' elements.
     """
     name: str = func.overloadpacket.__name__
     if (special := _SPECIAL.get(name)) is not None:
-        return special(func, args, kwargs)
+        return special(kind, func, args, kwargs)
     if name.startswith("_foreach_"):
-        return _each(func, args, kwargs)
+        return _each(kind, func, args, kwargs)
     if name in _LIKE or torch.Tag.pointwise in func.tags:
-        return _elementwise(func, args, kwargs)
+        return _elementwise(kind, func, args, kwargs)
     raise UsageError(
         f"{name}: a PieceTensor has this rank's elements only, and this operation needs others; "
         "call it on .full_tensor(), which gathers the whole one (every rank calls it)"
     )
 
 
-def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, PieceTensor))
-    local = _locals(first, func)
+def _elementwise(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, kind))
+    local = _locals(kind, first, func)
     found = func(*tree_map(local, args), **tree_map(local, dict(kwargs)))
     # In place: the argument itself is the answer.
     if func.overloadpacket.__name__.endswith("_"):
@@ -57,13 +63,13 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     return first.like(found)
 
 
-def _locals(first: PieceTensor, func: Any) -> Callable[[Any], Any]:
+def _locals(kind: Kind, first: PieceTensor, func: Any) -> Callable[[Any], Any]:
     """Gives what the operation sees here of an argument."""
 
     def local(arg: Any) -> Any:
-        if isinstance(arg, PieceTensor) and first.same_layout(arg):
+        if isinstance(arg, kind) and first.same_layout(arg):
             return arg._local_tensor
-        if isinstance(arg, DTensor) and not isinstance(arg, PieceTensor) and arg.dim() == 0:
+        if isinstance(arg, DTensor) and not isinstance(arg, kind) and arg.dim() == 0:
             return arg.full_tensor()
         if isinstance(arg, Tensor) and (arg.dim() or isinstance(arg, DTensor)):
             raise UsageError(
@@ -76,7 +82,7 @@ def _locals(first: PieceTensor, func: Any) -> Callable[[Any], Any]:
     return local
 
 
-def _each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _each(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An operation on lists of tensors, one by one: kernels want tensors of one kind."""
     name = func.overloadpacket.__name__
     single = getattr(torch.ops.aten, _SINGLE.get(name, name.removeprefix("_foreach_")))
@@ -88,7 +94,7 @@ def _each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return None if name.endswith("_") else rows
 
 
-def _norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+def _norm(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
     """The norm of all elements, on every rank. Collective over the mesh."""
     tensor, *rest = args
     order = float(rest[0] if rest else kwargs.get("ord", 2))
@@ -105,8 +111,10 @@ def _part(tensor: PieceTensor, order: float, dtype: torch.dtype) -> Tensor:
     local = tensor._local_tensor
     if not tensor.counts or not local.numel():
         return torch.tensor(torch.inf if order == -torch.inf else 0.0, dtype=dtype)
-    found = torch.linalg.vector_norm(local, order, dtype=dtype)
-    return found if order == 0 or abs(order) == torch.inf else found.pow(order)
+    found: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype)
+    if order != 0 and abs(order) != torch.inf:
+        found = found.pow(order)
+    return found
 
 
 def _combine(part: Tensor, order: float, device: torch.device) -> Tensor:
@@ -125,6 +133,17 @@ def _device(tensor: PieceTensor) -> torch.device:
     return device if device.type == kind else torch.empty(0, device=kind).device
 
 
+def wrapped(kind: type[D], local: Tensor, spec: DTensorSpec) -> D:
+    """A DTensor of that kind around `local`, wherever in its storage that begins.
+
+    A DTensor has no memory of its own, and torch tells that by its address: it must not begin at
+    the offset of `local`.
+    """
+    made = kind(local.new_empty(0), spec, requires_grad=False)
+    made._local_tensor = local.detach()
+    return made
+
+
 def replicated(value: Tensor, mesh: Any) -> DTensor:
     """`value`, which every rank has, as a DTensor on its memory."""
     meta = TensorMeta(value.shape, tuple(value.stride()), value.dtype)
@@ -132,25 +151,25 @@ def replicated(value: Tensor, mesh: Any) -> DTensor:
     return wrapped(DTensor, value, spec)
 
 
-def _copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _copy(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     into, source = args[:2]
-    if isinstance(into, PieceTensor) and isinstance(source, DTensor) and into.same_layout(source):
+    if isinstance(into, kind) and isinstance(source, DTensor) and into.same_layout(source):
         into._local_tensor.copy_(source._local_tensor)
         return into
-    full = whole(source)
-    if isinstance(into, PieceTensor):
+    full = source.full_tensor() if isinstance(source, DTensor) else source
+    if isinstance(into, kind):
         into.fill(full.expand(into.shape))
     else:
         into.copy_(full)
     return into
 
 
-def _itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _itself(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor = args[0]
     return tensor.like(tensor._local_tensor)
 
 
-def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _new(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`new_empty`: of the same shape it has the same layout; copies that torch stages are so."""
     tensor, size = args[:2]
     if tuple(size) == tuple(tensor.shape):
@@ -158,7 +177,7 @@ def _new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tensor._local_tensor.new_empty(size, **kwargs)
 
 
-_SPECIAL: Mapping[str, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+_SPECIAL: Mapping[str, Callable[[Kind, Any, Sequence[Any], Mapping[str, Any]], Any]] = {
     "linalg_vector_norm": _norm,
     "copy_": _copy,
     "detach": _itself,

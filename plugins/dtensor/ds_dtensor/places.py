@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ds_core import comm
 from ds_core.context import StashKey
 from ds_core.errors import UsageError
-from ds_core.process import log_once
 from ds_dtensor.layout import Window, boxes, contiguous
 from ds_dtensor.ops import replicated
 from ds_dtensor.tensor import PieceTensor
@@ -30,16 +28,7 @@ if TYPE_CHECKING:
     from ds_core.engine import RunningEngine
     from ds_core.partition import ParamInfo
 
-log = logging.getLogger("ds_dtensor")
-
 _WORLD: StashKey[DeviceMesh] = StashKey("dtensor mesh")
-
-_PICKLED = (
-    "a PieceTensor is being pickled, as by torch.save: it has this rank's elements only (the first "
-    "is of shape %s). For one file with whole weights use engine.save_16bit_model, or "
-    "get_model_state_dict with StateDictOptions(full_state_dict=True); for files that any number "
-    "of ranks reads use torch.distributed.checkpoint.save"
-)
 
 
 def check(engine: RunningEngine) -> None:
@@ -234,27 +223,3 @@ class Places:
         assert self.mesh is not None
         empty = torch.empty(0, dtype=dtype, device=self.ctx.accelerator.current_device())
         return PieceTensor.of(empty, shape, (), self.mesh, counts=False)
-
-
-# -- pickled views ---------------------------------------------------------------------------------
-
-
-def pickled(view: PieceTensor) -> Any:
-    """What ``torch.save`` keeps of a view: this rank's elements, and where they belong."""
-    log_once(log, logging.WARNING, _PICKLED, tuple(view.shape))
-    rows = [(w.box.first, w.box.size, w.stride, w.offset) for w in view.windows]
-    return restored, (view._local_tensor.clone(), tuple(view.shape), rows, view.counts)
-
-
-def restored(
-    local: Tensor, shape: tuple[int, ...], rows: Sequence[Any], counts: bool
-) -> PieceTensor:
-    """The view again, on the ranks of now, of which there must be as many."""
-    if not dist.is_initialized():
-        raise UsageError(
-            "a PieceTensor was pickled by one of several ranks; read it where they run, or save by "
-            "torch.distributed.checkpoint.save"
-        )
-    mesh = init_device_mesh(local.device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
-    found = [Window(Box(first, size), stride, offset) for first, size, stride, offset in rows]
-    return PieceTensor.of(local, shape, found, mesh, counts=counts)

@@ -8,10 +8,13 @@ checkpoint asks for: which boxes there are, and their memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from ds_run_state.slices import Box
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -19,18 +22,29 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from ds_dtensor.layout import contiguous
+from ds_core.process import log_once
+from ds_dtensor.layout import Window, contiguous
+from ds_dtensor.ops import run, wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from ds_dtensor.layout import Window
+
+log = logging.getLogger("ds_dtensor")
+
+_PICKLED = (
+    "a PieceTensor is being pickled, as by torch.save: it has this rank's elements only (the first "
+    "is of shape %s). For one file with whole weights use engine.save_16bit_model, or "
+    "get_model_state_dict with StateDictOptions(full_state_dict=True); for files that any number "
+    "of ranks reads use torch.distributed.checkpoint.save"
+)
 
 
 class Pieces(Replicate):
@@ -54,20 +68,6 @@ class Pieces(Replicate):
         return "Pieces()"
 
     __str__ = __repr__
-
-
-D = TypeVar("D", bound=DTensor)
-
-
-def wrapped(kind: type[D], local: Tensor, spec: DTensorSpec) -> D:
-    """A DTensor of that kind around `local`, wherever in its storage that begins.
-
-    A DTensor has no memory of its own, and torch tells that by its address: it must not begin at
-    the offset of `local`.
-    """
-    made = kind(local.new_empty(0), spec, requires_grad=False)
-    made._local_tensor = local.detach()
-    return made
 
 
 class PieceTensor(DTensor):
@@ -162,9 +162,7 @@ class PieceTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it with the function, too
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from ds_dtensor.ops import run
-
-        return run(func, args, kwargs or {})
+        return run(PieceTensor, func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{w.box.size} at {w.box.first}" for w in self.windows)
@@ -181,9 +179,9 @@ class PieceTensor(DTensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from ds_dtensor.places import pickled
-
-        return pickled(self)
+        log_once(log, logging.WARNING, _PICKLED, tuple(self.shape))
+        rows = [(w.box.first, w.box.size, w.stride, w.offset) for w in self.windows]
+        return restored, (self._local_tensor.clone(), tuple(self.shape), rows, self.counts)
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------
 
@@ -245,3 +243,17 @@ class _Local(Tensor):
             self.whole.fill(src)
             return self
         return super().copy_(src, non_blocking)
+
+
+def restored(
+    local: Tensor, shape: tuple[int, ...], rows: Sequence[Any], counts: bool
+) -> PieceTensor:
+    """The view again, on the ranks of now, of which there must be as many."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "a PieceTensor was pickled by one of several ranks; read it where they run, or save by "
+            "torch.distributed.checkpoint.save"
+        )
+    mesh = init_device_mesh(local.device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    found = [Window(Box(first, size), stride, offset) for first, size, stride, offset in rows]
+    return PieceTensor.of(local, shape, found, mesh, counts=counts)

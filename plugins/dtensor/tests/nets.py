@@ -57,7 +57,7 @@ def config(stage: int, dtype: str = "fp32", tp: int = 1, **more: Any) -> dict[st
     return found | more
 
 
-def start(stage: int, dtype: str = "fp32", tp: int = 1, scalar: bool = True, **more: Any) -> Any:
+def opened(stage: int, dtype: str = "fp32", tp: int = 1, scalar: bool = True, **more: Any) -> Any:
     given = config(stage, dtype, tp, **more)
     return ds_core.initialize(model=Net(scalar), config=given).engine
 
@@ -79,7 +79,7 @@ def batch(step: int) -> Tensor:
     return (torch.arange(6).reshape(2, 3) * (step + 3)) % 11
 
 
-def train(engine: Any, steps: range) -> list[float]:
+def stepped(engine: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
         logits = engine(batch(step)).float()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from ds_core import comm
 from ds_core.errors import UsageError
-from plugins.dtensor.tests.nets import batch, start, train
+from plugins.dtensor.tests.nets import batch, opened, stepped
 from plugins.dtensor.tests.views import FULL, app, load, trained, whole
 
 BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -47,7 +47,7 @@ def flat(states: Any) -> dict[str, Any]:
     return found
 
 
-def same(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def unequal(what: str, found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     if found.keys() != wanted.keys():
         return [f"{what}: {sorted(found.keys() ^ wanted.keys())}"]
     wrong = []
@@ -67,7 +67,7 @@ def optimizer_options(stage: int, dtype: str, tp: int) -> list[str]:
     if not any(v.abs().sum() for k, v in wanted.items() if k.endswith("exp_avg")):
         wrong.append("no momentum")
     full = get_optimizer_state_dict(engine, now, options=FULL)
-    wrong += same("full", flat(full["state"]), wanted)
+    wrong += unequal("full", flat(full["state"]), wanted)
     sharded = get_optimizer_state_dict(engine, now)
     ways: list[tuple[str, Any, StateDictOptions]] = [
         ("full", full, FULL),
@@ -84,10 +84,10 @@ def optimizer_options(stage: int, dtype: str, tp: int) -> list[str]:
     for what, given, options in ways:
         given = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, given)
         if what != "flattened":  # those are views of what the next line would change
-            train(engine, range(2, 3))
+            stepped(engine, range(2, 3))
         set_optimizer_state_dict(engine, EngineOptimizer(engine), given, options=options)
         found = flat(get_optimizer_state_dict(engine, EngineOptimizer(engine))["state"])
-        wrong += same(f"set {what}", found, wanted)
+        wrong += unequal(f"set {what}", found, wanted)
     engine.param_groups()[0]["lr"] = 0.5
     set_optimizer_state_dict(engine, EngineOptimizer(engine), copy.deepcopy(sharded))
     if engine.param_groups()[0]["lr"] != 0.05:
@@ -100,7 +100,7 @@ def in_background(stage: int, dtype: str, folder: str) -> list[str]:
     """`async_save` writes the values of its call, while training goes on."""
     engine = trained((stage, dtype))
     saved = dcp.async_save(app(engine), checkpoint_id=folder)
-    losses = train(engine, range(2, 4))
+    losses = stepped(engine, range(2, 4))
     saved.result()
     engine.destroy()
     again = load((stage, dtype), folder, 2)
@@ -112,13 +112,13 @@ def by_keys(more: dict[str, Any], folder: str, warm: int = 0) -> list[str]:
 
     warm: steps before the load, for optimizers whose states cannot be foreseen.
     """
-    engine = start(**more)
-    train(engine, range(2))
+    engine = opened(**more)
+    stepped(engine, range(2))
     dcp.save(app(engine), checkpoint_id=folder)
-    losses = train(engine, range(2, 4))
+    losses = stepped(engine, range(2, 4))
     engine.destroy()
-    engine = start(**more)
-    train(engine, range(warm))
+    engine = opened(**more)
+    stepped(engine, range(warm))
     state = app(engine)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -128,15 +128,15 @@ def by_keys(more: dict[str, Any], folder: str, warm: int = 0) -> list[str]:
         optim_state_dict=state["optim"],
         options=StateDictOptions(strict=False),  # a parameter that nobody uses may have no states
     )
-    again = train(engine, range(2, 4))
+    again = stepped(engine, range(2, 4))
     engine.destroy()
     return [] if again == losses else [f"{again}, not {losses}"]
 
 
 def refusal(more: dict[str, Any]) -> str:
     """What is said where a view cannot be, the same on all ranks."""
-    engine = start(**more)
-    train(engine, range(1))
+    engine = opened(**more)
+    stepped(engine, range(1))
     with pytest.raises(UsageError) as caught:
         get_state_dict(engine, EngineOptimizer(engine))
     engine.destroy()
@@ -173,7 +173,7 @@ def does_not_fit(stage: int) -> dict[str, str]:
         said["matmul"] = refused(lambda: view @ view)
         said["mixed"] = refused(lambda: view + torch.ones(view.shape))
     again = flat(engine.state_dict(view="dtensor"))
-    said["changed"] = ", ".join(same("changed", again, before))
+    said["changed"] = ", ".join(unequal("changed", again, before))
     loose = engine.load_state_dict(missing | {"other": torch.ones(1)}, strict=False)
     said["loose"] = f"{loose.missing_keys} {loose.unexpected_keys}"
     engine.destroy()
@@ -200,9 +200,9 @@ def pickled(stage: int) -> list[str]:
         file.seek(0)
         found = torch.load(file, weights_only=False)
         before = flat(views)
-        train(engine, range(2, 3))
+        stepped(engine, range(2, 3))
         engine.load_state_dict(found)
-        wrong += same("pickled", flat(engine.state_dict()), before)
+        wrong += unequal("pickled", flat(engine.state_dict()), before)
     finally:
         logger.removeHandler(handler)
     sharded = any(isinstance(v, PieceTensor) for v in views.values())
@@ -218,16 +218,16 @@ def modules_own(stage: int) -> list[str]:
     before = flat(engine.state_dict())
     own = engine.module.state_dict()
     torch.save(own, io.BytesIO())
-    train(engine, range(2, 3))
+    stepped(engine, range(2, 3))
     engine.module.load_state_dict({k: v.clone() for k, v in before.items()})
-    wrong = same("module", flat(engine.state_dict()), before)
-    train(engine, range(2, 3))
+    wrong = unequal("module", flat(engine.state_dict()), before)
+    stepped(engine, range(2, 3))
     engine.load_state_dict({k: v.clone() for k, v in before.items()})
-    wrong += same("engine", flat(engine.state_dict()), before)
+    wrong += unequal("engine", flat(engine.state_dict()), before)
     kept = copy.deepcopy(engine.state_dict(view="dtensor"))
-    train(engine, range(2, 3))
+    stepped(engine, range(2, 3))
     engine.module.load_state_dict(kept)
-    wrong += same("module, of DTensors", flat(engine.state_dict()), before)
+    wrong += unequal("module, of DTensors", flat(engine.state_dict()), before)
     logits = engine(batch(0))
     if not logits.isfinite().all():
         wrong.append("forward")

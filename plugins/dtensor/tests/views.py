@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ds_core import comm
-from plugins.dtensor.tests.nets import Net, batch, plain_truth, start, train
+from plugins.dtensor.tests.nets import Net, batch, opened, plain_truth, stepped
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -38,8 +38,8 @@ def owned(engine: Any, name: str) -> Tensor | None:
 
 
 def trained(case: Any, steps: int = 2) -> Any:
-    engine = start(*case)
-    train(engine, range(steps))
+    engine = opened(*case)
+    stepped(engine, range(steps))
     return engine
 
 
@@ -207,14 +207,14 @@ def save(case: Any, folder: str, steps: int) -> list[float]:
     """Train, save, train on: the losses after the save."""
     engine = trained(case, steps)
     dcp.save(app(engine), checkpoint_id=folder)
-    losses = train(engine, range(steps, steps + 2))
+    losses = stepped(engine, range(steps, steps + 2))
     engine.destroy()
     return losses
 
 
 def load(case: Any, folder: str, steps: int) -> list[float]:
     """Load into a new engine, and train on."""
-    engine = start(*case)
+    engine = opened(*case)
     state = app(engine)
     # FSDP2's files lack the states of a parameter that nobody has used, also for FSDP2 itself.
     dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -224,7 +224,7 @@ def load(case: Any, folder: str, steps: int) -> list[float]:
         model_state_dict=state["model"],
         optim_state_dict=state["optim"],
     )
-    losses = train(engine, range(steps, steps + 2))
+    losses = stepped(engine, range(steps, steps + 2))
     engine.destroy()
     return losses
 
