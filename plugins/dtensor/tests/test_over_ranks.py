@@ -117,7 +117,7 @@ def test_plain_torch_reads_the_files(stage: int, tmp_path: Path) -> None:
     run_ranks(2, views.save, (stage, "fp32"), folder, 2)
     found = views.read_plainly(folder)
     truth = plain_truth(2)
-    assert list(found["model"]) == list(truth)
+    assert set(found["model"]) == set(truth)
     for key, value in truth.items():
         assert torch.allclose(found["model"][key], value, atol=1e-5)
     state = found["optim"]["state"]["up_proj.weight"]
@@ -125,7 +125,7 @@ def test_plain_torch_reads_the_files(stage: int, tmp_path: Path) -> None:
     assert float(state["step"]) == 2
 
 
-@pytest.mark.fast_cases("3")
+@pytest.mark.fast_cases("modules_own-3", "pickled-3", "arithmetic-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("check", ["modules_own", "pickled", "arithmetic"])
 def test_other_ways_of_torch(check: str, stage: int) -> None:
