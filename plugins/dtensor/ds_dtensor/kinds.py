@@ -145,6 +145,6 @@ class Expected:
     def _unknown(self, why: str) -> UsageError:
         return UsageError(
             f"EngineOptimizer: the states of {type(self._optimizer).__name__} have not begun, and "
-            f"it cannot be told what they will be ({why}); take one step first, or use "
+            f"what they will be is unknown ({why}); take one step first, or use "
             "engine.load_checkpoint"
         )

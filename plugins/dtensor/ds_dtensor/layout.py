@@ -15,7 +15,7 @@ from ds_run_state.slices import Box
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A box of the whole tensor, and where its elements are in what this rank has.
+    """A box of the full tensor, and where its elements are in what this rank has.
 
     stride, offset: in elements, from the begin of this rank's tensor.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ds_dtensor")
 
 _GATHERED = (
-    "load_state_dict() of the module was given DTensors (the first is %r): whole tensors are made "
+    "load_state_dict() of the module was given DTensors (the first is %r): full tensors are made "
     "of them, one after the other; engine.load_state_dict takes them as they are"
 )
 
@@ -55,7 +55,7 @@ class Given(enum.Enum):
     MISSING = "missing"
     EMPTY = "a tensor without values"
     """As `module.state_dict()` has it for a weight that is sharded."""
-    WHOLE = "the whole tensor"
+    WHOLE = "the full tensor"
     HERE = "this rank's elements"
     """A view of the same layout: of this engine, or of one like it."""
     SPREAD = "a DTensor of another layout"
@@ -89,7 +89,7 @@ class Source:
     first: int | None = None
 
     def full(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The whole tensor. Collective but where each rank has it.
+        """The full tensor. Collective but where each rank has it.
 
         dtype: of what it is for; device: from which ranks send.
         """
@@ -137,7 +137,7 @@ def load_state_dict(
 ) -> Keys:
     """Make the values of `state_dict` the weights, their masters, and all copies of both.
 
-    Values may be whole tensors, DTensors of any layout (those of `state_dict`, of FSDP2), or empty
+    Values may be full tensors, DTensors of any layout (those of `state_dict`, of FSDP2), or empty
     on all ranks but one, whose values count then. 16-bit weights are rounded from the values, and
     masters have them as they are.
 
@@ -290,7 +290,7 @@ def _load_extras(
 
 
 def load_by_module(ctx: Context) -> None:
-    """Let the module's own ``load_state_dict`` take DTensors: it is given whole tensors.
+    """Let the module's own ``load_state_dict`` take DTensors: it is given full tensors.
 
     Undone with the engine. Every rank loads; `load_state_dict` gathers nothing that is here.
     """

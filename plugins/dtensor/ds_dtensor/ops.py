@@ -1,7 +1,7 @@
 """What torch's operations do with a `PieceTensor`.
 
 Each element is somewhere once, so what is computed element by element is computed where it is, and
-norms are put together over ranks. All else needs the whole tensor, and says so.
+norms are put together over ranks. All else needs the full tensor, and says so.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _norm(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     tensor, *rest = args
     order = float(rest[0] if rest else kwargs.get("ord", 2))
     if (len(rest) > 1 and rest[1] is not None) or kwargs.get("dim") is not None:
-        raise UsageError("a norm along dimensions needs the whole tensor: use .full_tensor()")
+        raise UsageError("a norm along dimensions needs the full tensor: use .full_tensor()")
     dtype = kwargs.get("dtype") or tensor.dtype
     precise = torch.promote_types(dtype, torch.float32)
     value = _combine(_part(tensor, order, precise), order, _device(tensor)).to(dtype)

@@ -51,7 +51,7 @@ class EngineOptimizer(Optimizer):
             raise UsageError("EngineOptimizer: the engine has no optimizer")
         for kind, what in (
             (HasOwnedStates, "states that are no parameter's"),
-            (HasWholeStates, "states of whole matrices"),
+            (HasWholeStates, "states of full matrices"),
             (HasRankState, "a state of each rank's own"),
         ):
             if isinstance(optimizer, kind):
@@ -137,7 +137,7 @@ class EngineOptimizer(Optimizer):
         """A state of another shape, on the rank that updates all of the parameter."""
         if slice_of(self._engine.ctx, held.name) is not None:
             raise UsageError(
-                f"EngineOptimizer: state {key!r} of {held.name!r} has a shape of its own, "
+                f"EngineOptimizer: state {key!r} of {held.name!r} has another shape, "
                 f"{kind.shape}, and 'tensor_parallel' divides the parameter; use "
                 "engine.save_checkpoint"
             )

@@ -189,7 +189,7 @@ class Places:
         if memory_of(tensor)[0] is not tensor:
             raise UsageError(
                 f"dscore-dtensor: a state of {info.name!r} is kept as a {type(tensor).__name__}, "
-                "whose elements have no memory of their own; use engine.save_checkpoint"
+                "whose elements are not in memory as they are; use engine.save_checkpoint"
             )
         local = tensor.detach()
         if whole and piece is None:

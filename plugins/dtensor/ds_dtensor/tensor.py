@@ -41,7 +41,7 @@ log = logging.getLogger("ds_dtensor")
 
 _PICKLED = (
     "a PieceTensor is being pickled, as by torch.save: it has this rank's elements only (the first "
-    "is of shape %s). For one file with whole weights use engine.save_16bit_model, or "
+    "is of shape %s). For one file with full weights use engine.save_16bit_model, or "
     "get_model_state_dict with StateDictOptions(full_state_dict=True); for files that any number "
     "of ranks reads use torch.distributed.checkpoint.save"
 )
@@ -50,7 +50,7 @@ _PICKLED = (
 class Pieces(Replicate):
     """The placement of a `PieceTensor`: each rank has the boxes that the tensor itself names.
 
-    torch's code that cuts a whole tensor by placements leaves it whole, as for its parent class, and
+    torch's code that cuts a full tensor by placements leaves it whole, as for its parent class, and
     the piece is taken where the values are loaded.
     """
 
@@ -128,7 +128,7 @@ class PieceTensor(DTensor):
         return _Local.of(self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on the mesh's device. Collective over the mesh.
+        """The full tensor, on the mesh's device. Collective over the mesh.
 
         Bits are added to zeros, so that every value comes as it is.
         """
@@ -222,7 +222,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class _Local(Tensor):
-    """A rank's elements as a flat tensor, which also takes a whole tensor.
+    """A rank's elements as a flat tensor, which also takes a full tensor.
 
     torch's loading of full state dicts copies what placements leave of one, see `Pieces`.
     """
