@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,10 @@ class ObjectStorage(Storage):
         self._prefix = prefix
         self._fetcher = Fetcher(config.requests, config.part_size)
         self._lease = Lease(bucket, self._key(LEASE), str(self.path()))
+        # What `begin` has seen, for the `next_serial` that follows it.
+        self._seen: dict[str, tuple[bytes, Version]] | None = None
+        # Whether uploads of jobs before this one were looked for.
+        self._looked = False
 
     def path(self, name: str = "") -> str:
         """See `Storage`."""
@@ -153,8 +157,12 @@ class ObjectStorage(Storage):
 
     def _heads(self) -> dict[str, tuple[bytes, Version]]:
         """The beginning of every manifest, by tag."""
+        return self._heads_of(self._bucket.folders(f"{self._prefix}/" if self._prefix else ""))
+
+    def _heads_of(self, folders: Iterable[str]) -> dict[str, tuple[bytes, Version]]:
+        """Of those folders that are tags and have one, asked for at once."""
         names = []
-        for name in self._bucket.folders(f"{self._prefix}/" if self._prefix else ""):
+        for name in folders:
             with contextlib.suppress(CheckpointError):
                 names.append(check_tag(name))
         with ThreadPoolExecutor(self._bucket.config.requests, "manifests") as pool:
@@ -196,8 +204,8 @@ class ObjectStorage(Storage):
 
     def begin(self, tag: str, save_id: str) -> dict[str, Any]:
         """See `Storage`."""
-        self._clean()
-        found = self._head(tag)
+        self._seen = self._clean()
+        found = self._seen.get(tag)
         if found is None:
             return {"version": None, "replaces": None}
         start, version = found
@@ -208,22 +216,33 @@ class ObjectStorage(Storage):
             )
         return {"version": version, "replaces": _id_in(start)}
 
-    def _clean(self) -> None:
-        """Remove what crashed saves have left: files of which no manifest has the save_id."""
+    def _clean(self) -> dict[str, tuple[bytes, Version]]:
+        """Remove what crashed saves have left: files of which no manifest has the save_id.
+
+        The beginning of every manifest, by tag.
+        """
         prefix = f"{self._prefix}/" if self._prefix else ""
         saves: dict[tuple[str, str], list[str]] = defaultdict(list)
+        folders = set()
         for row in self._bucket.objects(prefix):
-            if (ours := _OURS.fullmatch(row.key.removeprefix(prefix))) is not None:
+            name = row.key.removeprefix(prefix)
+            if (ours := _OURS.fullmatch(name)) is not None:
                 saves[ours["tag"], ours["id"]].append(row.key)
-        named: dict[str, str | None] = {}
-        for tag in {tag for tag, _ in saves}:
-            found = self._head(tag)
-            named[tag] = "" if found is None else _id_in(found[0])
+            if name.endswith(f"/{MANIFEST}") and name.count("/") == 1:
+                folders.add(name.partition("/")[0])
+        # Also of tags whose manifest was not listed: it may have come since.
+        heads = self._heads_of(folders | {tag for tag, _ in saves})
         for (tag, save_id), keys in saves.items():
+            named = _id_in(heads[tag][0]) if tag in heads else ""
             # A manifest of which the save_id cannot be told may name any of them.
-            if named[tag] is not None and named[tag] != save_id:
+            if named is not None and named != save_id:
                 self._bucket.delete(keys)
+        # Uploads of this job end with their save; those of a job before it are looked for once.
+        if self._looked:
+            return heads
+        self._looked = True
         abort_uploads(self._bucket, prefix, lambda key: _OURS.fullmatch(key) is not None)
+        return heads
 
     def draft(self, tag: str, save_id: str, begun: Mapping[str, Any]) -> ObjectDraft:
         """See `Storage`."""
@@ -231,7 +250,9 @@ class ObjectStorage(Storage):
 
     def next_serial(self) -> int:
         """See `Storage`."""
-        heads = (parse_head(start) for start, _ in self._heads().values())
+        seen, self._seen = self._seen, None
+        known = self._heads() if seen is None else seen
+        heads = (parse_head(start) for start, _ in known.values())
         return 1 + max((head[0] for head in heads if head is not None), default=0)
 
     def write_latest(self, tag: str) -> None:
