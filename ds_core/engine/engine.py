@@ -294,15 +294,15 @@ class Engine(RunningEngine, PluginMethods):
         """
         self._refuse_by_hand("step")
         self._accumulation.check_step(self.loss_factor(), scales=self.scaler is not None)
-        request = None
+        requests: list[Request] = []
         if self._accumulation.at_boundary:
-            request = self._update(lr_kwargs or {})
+            requests = self._update(lr_kwargs or {})
         else:
             self._applied = False
             self._accumulation.next_micro()
-        self._end_step(1, request)
+        self._end_step(1, requests)
 
-    def _update(self, lr_kwargs: Mapping[str, Any]) -> Request | None:
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> list[Request]:
         """Step the optimizer and the schedule, and report; returns what plugins ask for."""
         self._weight_update.check(self, lr_kwargs)
         self.telemetry.step_begin(self.global_steps)
@@ -314,17 +314,17 @@ class Engine(RunningEngine, PluginMethods):
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self._accumulation.samples()
-        request = self.telemetry.step_end(self)
+        requests = self.telemetry.step_end(self)
         # Other observers may listen to the phases of the next step.
         if self.telemetry.follows_phases is not (self._phase is not None):
             self._follow_phases()
         self._accumulation.begin_window()
-        return request
+        return requests
 
-    def _end_step(self, micro_steps: int, request: Request | None) -> None:
+    def _end_step(self, micro_steps: int, requests: list[Request]) -> None:
         """Be ready for the next backward, and do what plugins asked for; the same on all ranks."""
         self.micro_steps += micro_steps
-        if request is not None:
+        for request in requests:
             self.should_stop |= request.stop
             if request.save is not None:
                 self.save_checkpoint(request.save)

@@ -327,14 +327,14 @@ class Telemetry:
         if "ds_step_begin" in self._now:
             self.notify("ds_step_begin", step=step)
 
-    def step_end(self, engine: RunningEngine) -> Request | None:
+    def step_end(self, engine: RunningEngine) -> list[Request]:
         """An optimizer step is done or was skipped, and counters are up to date; returns what all
         ranks are to do now.
 
         Collective where a plugin implements `ds_request` or `ds_metrics`.
         """
         step = engine.global_steps - 1
-        request = None
+        requests: list[Request] = []
         if self._read_at is None and self._observers:
             self._tell_readers(engine.global_steps)
         given = self.notify("ds_metrics", step=step) if self.collects else ()
@@ -353,10 +353,10 @@ class Telemetry:
                 )
             if "ds_request" in self._now:
                 answers = self.notify("ds_request", step=step, metrics=metrics)
-                request = _agreed([r for r in answers if r is not None], self.ctx)
+                requests = _agreed([r for r in answers if r is not None], self.ctx)
         self._losses.clear()
         self.turn(engine.global_steps + 1)
-        return request
+        return requests
 
     def _metrics(self, engine: RunningEngine) -> dict[str, float | Tensor]:
         metrics: dict[str, float | Tensor] = {
@@ -417,27 +417,27 @@ class Telemetry:
         self.monitor.close()
 
 
-def _agreed(mine: Sequence[Request], ctx: Context) -> Request | None:
-    """All that ranks ask for, or None; the first rank's first folder counts.
+def _agreed(mine: list[Request], ctx: Context) -> list[Request]:
+    """All that ranks ask for: a request per folder, then the end; the same on all ranks.
 
     Collective, a byte per question.
     """
     stop = any(r.stop for r in mine)
-    save = next((r.save for r in mine if r.save), None)
+    saves = [r.save for r in mine]
     code = max((r.exit_code % 256 for r in mine), default=0)
     if ctx.world_size > 1:
         flags = torch.tensor(
-            [stop, save is not None, code],
+            [stop, any(saves), code],
             dtype=torch.uint8,
             device=ctx.accelerator.current_device(),
         )
         comm.label("what plugins ask for after this step")
         comm.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        stop, saves, code = flags.tolist()
-        # The folder is text, so it is sent only where any rank has one.
-        if saves:
-            save = next(folder for folder in comm.all_gather_json(save) if folder)
-    return Request(bool(stop), save, code) if stop or save or code else None
+        stop, any_saves, code = flags.tolist()
+        # Folders are text, so they are sent only where any rank has one.
+        if any_saves:
+            saves = [folder for row in comm.all_gather_json(saves) for folder in row]
+    return [Request(save=f) for f in dict.fromkeys(saves)] + [Request(bool(stop), None, code)]
 
 
 def _watch_uncaught(telemetry: Telemetry) -> Any:

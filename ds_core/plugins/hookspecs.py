@@ -330,7 +330,7 @@ def ds_request(ctx: Context, step: int, metrics: Mapping[str, float]) -> entries
     Called after `ds_step_end`.
 
     It is enough that one rank asks: all agree, by one small collective per step, and act within
-    ``engine.step()``.
+    ``engine.step()``. Every folder that is asked for is saved into.
     """
 
 

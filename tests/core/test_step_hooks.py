@@ -317,6 +317,16 @@ def test_a_plugin_ends_the_program_when_the_checkpoint_is_there(
     assert engine.should_stop and (tmp_path / "latest").read_text().strip() == "global_step1"
 
 
+def test_every_folder_that_is_asked_for_is_saved_into(engine_with: Start, tmp_path: Path) -> None:
+    asks = "from ds_core.entries import Request\ndef ds_request(step): return Request("
+    folders = [str(tmp_path / name) for name in "ab"]
+    engine = engine_with(*(asks + f"save={folder!r})" for folder in [*folders, folders[0]]))
+    one_step(engine)
+    assert [sorted(p.name for p in Path(f).glob("[gl]*")) for f in folders] == [
+        ["global_step1", "latest"]
+    ] * 2
+
+
 LARGEST = """
 def ds_metrics(ctx, step):
     import torch
