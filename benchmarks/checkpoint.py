@@ -125,13 +125,31 @@ def train_once(engine: Any) -> None:
     engine.step()
 
 
-def loads(
-    name: str, folder: Path, note: Callable[[str, float], None], load: Callable[[], Any]
-) -> None:
+def cold(folder: Path, work: Callable[[], Any]) -> float:
+    """Seconds of `work` with nothing of `folder` in the page cache."""
     if dist.get_rank() == 0:
         forget(folder)
-    note(f"{name} load", timed(load))
+    return timed(work)
+
+
+def loads(
+    name: str, folder: Path, note: Callable[[str, float], None], load: Callable[[], Any]
+) -> float:
+    """The seconds of the load from the disk."""
+    seconds = cold(folder, load)
+    note(f"{name} load", seconds)
     note(f"{name} load from the cache", timed(load))
+    return seconds
+
+
+def raw(folder: Path) -> None:
+    """This rank's part of the files' bytes, read as they come; ranks divide the files."""
+    files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: -p.stat().st_size)
+    room = bytearray(1 << 20)
+    for path in files[dist.get_rank() :: dist.get_world_size()]:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
 
 
 def worker(arguments: argparse.Namespace) -> None:
@@ -240,17 +258,25 @@ def others(
         if rank == 0:
             held = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
             note(f"{name}: bytes / bytes of states", held / states.size)
-        loads(f"{name}:", folder, note, lambda: engine.load_checkpoint(str(folder)))
+        # Before and after: a disk's speed changes from one second to the next.
+        before = cold(folder, partial(raw, folder))
+        load = loads(f"{name}:", folder, note, lambda: engine.load_checkpoint(str(folder)))
+        after = cold(folder, partial(raw, folder))
+        note(f"{name}: the same files, read raw", (before + after) / 2)
+        note(f"{name}: raw / load", (before + after) / 2 / load)
 
     def by_hand() -> None:
         if rank == 0:
             for what, seconds in zip(("write", "read"), disk(folder, states.size), strict=True):
                 note(f"the disk, one stream: {what}", seconds)
 
-    turns: list[Callable[[], None]] = [
+    others_turns = [
         by_hand,
         partial(by_torch, states, folder, rank, note),
         partial(by_dcp, states, folder, rank, note),
+    ]
+    turns: list[Callable[[], None]] = [
+        *([] if arguments.ours else others_turns),
         *(partial(by_engine, name) for name in engines),
     ]
     for turn in range(arguments.rounds):
@@ -287,6 +313,7 @@ def launch(
         str(result),
     ]
     command += ["--millions", str(arguments.millions), "--rounds", str(arguments.rounds)]
+    command += ["--ours"] if arguments.ours else []
     shared = {
         "WORLD_SIZE": str(arguments.nproc),
         "MASTER_ADDR": "127.0.0.1",
@@ -315,6 +342,7 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=".")
+    parser.add_argument("--ours", action="store_true", help="only ds_core, beside raw reading")
     parser.add_argument("--deepspeed-python")
     parser.add_argument("--worker")
     parser.add_argument("--result")
