@@ -198,6 +198,7 @@ pathlib.Path("config.json").write_text(json.dumps({"train_micro_batch_size_per_g
     "plugins/checkpoint_dcp/README.md": ENGINE + DCP_CHECKPOINT,
     "plugins/checkpoint_deepspeed/README.md": ENGINE + DEEPSPEED_CHECKPOINT,
     "plugins/checkpoint_object/README.md": ENGINE,
+    "plugins/checkpoint_peer/README.md": ENGINE,
     "plugins/evaluation/README.md": TORCH
     + """
 class Net(nn.Module):

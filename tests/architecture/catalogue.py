@@ -92,6 +92,8 @@ def offered(plugins: Any, folders: dict[str, str]) -> dict[str, dict[str, Any]]:
         for hook in report.hooks
         if hook in DRIVERS
     ]
+    # A backend comes last, and counts: it serves without being named in the config.
+    rows.sort(key=lambda row: row[1].group == "ds_core.backends")
     catalogue["drivers"] = {hook: found.dist for hook, found in rows if found.dist in folders}
     methods = plugins.merged("ds_engine_methods", installed=True)
     catalogue["engine_methods"] = {

@@ -1,4 +1,6 @@
-"""Trains a small model and goes on from its checkpoints: ``going_on.py FOLDER EVERY PAUSE``.
+"""Trains a small model and goes on from its checkpoints: ``going_on.py FOLDER EVERY PAUSE [SETS]``.
+
+SETS: steps from one set in the hosts' memory to the next.
 
 Ends after the number of steps that FOLDER/steps says, once it is there. Rank 0 of each start writes
 a line a step.
@@ -33,7 +35,7 @@ def wanted(folder: Path) -> float:
     return float((folder / "steps").read_text()) if (folder / "steps").exists() else float("inf")
 
 
-def main(folder: Path, every: int, pause: float) -> None:
+def main(folder: Path, every: int, pause: float, sets: int = 0) -> None:
     torch.manual_seed(3)
     numbers = torch.arange(300.0, dtype=torch.float64)
     data = torch.utils.data.TensorDataset(numbers.reshape(50, 6).sin(), numbers[:50, None].cos())
@@ -49,6 +51,8 @@ def main(folder: Path, every: int, pause: float) -> None:
         "checkpoint": {"keep_last": 3},
         "optimizer": {"type": "Adam", "params": {"lr": 0.002}},
     }
+    if sets:
+        config["checkpoint_peer"] = {"folder": str(folder / "checkpoints"), "every": sets}
     engine, *_ = ds_core.initialize(model=Net().double(), config=config, training_data=data)
     engine.resume()
     start = {"world": engine.world_size, "host": socket.gethostname()}
@@ -67,4 +71,4 @@ def main(folder: Path, every: int, pause: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

@@ -24,14 +24,16 @@ EVERY = 5
 class Run:
     """An elastic run on a, b and c, and what its ranks 0 have written, start by start."""
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, *more: str) -> None:
         self.lab = lab
         self.folder = folder
+        self.more = more
+        self.every = EVERY
         (folder / "hosts.txt").write_text("a slots=1\nb slots=1\nc slots=1\n")
 
     def start(self) -> None:
         words = ["run", "--hostfile", "hosts.txt", "--elastic_training", "--min_elastic_nodes", "1"]
-        words += [GOING_ON, str(self.folder), str(EVERY), "0.1"]
+        words += [GOING_ON, str(self.folder), str(self.every), "0.1", *self.more]
         with (self.folder / "output").open("a") as out:
             self.process = self.lab.head.popen(
                 [sys.executable, "-m", "ds_cli", *words], cwd=self.folder, stdout=out
@@ -127,3 +129,28 @@ def test_hosts_die_come_back_and_the_run_is_told_to_stop(
         assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5), row
     missing = set(range(steps)) - {row["step"] for row in rows}
     assert missing <= {part[0]["step"] - 1 for part in run.starts()}
+
+
+def test_a_run_goes_on_from_the_memory_of_a_lost_hosts_neighbour(
+    lab: Callable[..., Lab], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    hosts = lab("a", "b", "c", ssh=True, shared=[tmp_path])
+    every = 3
+    run = Run(hosts, folder, str(every))
+    run.every = 0  # the disk is saved to before a host joins only
+    run.goes_on_after(run.start, 3)
+    for name in "bc":
+        run.wait(lambda: run.starts()[-1][-1]["step"] > run.starts()[-1][0]["step"] + 3 * every)
+        run.goes_on_after(hosts.host(name).kill, 2)
+        *_, before, after = run.starts()
+        assert run.saved() < after[0]["step"]
+        # the set of the last steps may not have been whole
+        assert before[-1]["step"] - 2 * every <= after[0]["step"] <= before[-1]["step"] + 1
+        run.goes_on_after(hosts.host(name).boot, 3)
+    (folder / "soon").write_text("0")
+    (folder / "soon").rename(folder / "steps")
+    assert run.end() == 0, (folder / "output").read_text()
+    for host in hosts.everyone:
+        assert "dscore-peer" not in host.run(["ls", "/dev/shm"])

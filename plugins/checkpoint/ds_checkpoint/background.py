@@ -33,7 +33,7 @@ log = logging.getLogger("ds_checkpoint")
 ORPHAN_SECONDS = 60.0
 """How long rank 0 goes on waiting for other ranks' files once its own program has ended."""
 
-_HostCopies = dict[tuple[Any, ...], Tensor]
+HostCopies = dict[tuple[Any, ...], Tensor]
 
 
 class _Elsewhere(CheckpointError):
@@ -53,13 +53,13 @@ class Background:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._flight: _InFlight | None = None
-        self._copies: _HostCopies = {}
+        self._copies: HostCopies = {}
 
     def start(self, action: str, prepared: Prepared, job: SaveJob) -> None:
         """Copy what `prepared` refers to, and go on writing it in another thread."""
-        snapshot, self._copies = _snapshot(self._accelerator, prepared, self._copies)
+        copied, self._copies = snapshot(self._accelerator, prepared, self._copies)
         thread = threading.Thread(
-            target=lambda: _run(flight, snapshot, job), name=f"saving {job.tag}"
+            target=lambda: _run(flight, copied, job), name=f"saving {job.tag}"
         )
         flight = self._flight = _InFlight(thread, action)
         thread.start()
@@ -88,13 +88,13 @@ class Background:
             raise CheckpointError(f"{flight.action}: {flight.error or 'rank 0 gave up'}")
 
 
-def _snapshot(
-    accelerator: Accelerator, prepared: Prepared, copies: _HostCopies
-) -> tuple[Prepared, _HostCopies]:
+def snapshot(
+    accelerator: Accelerator, prepared: Prepared, copies: HostCopies
+) -> tuple[Prepared, HostCopies]:
     """(`prepared` with copies of all tensors in host memory, that memory); copies: memory of an
     earlier save.
     """
-    kept: _HostCopies = {}
+    kept: HostCopies = {}
 
     def copy(kind: str, name: str, place: object, tensor: Tensor) -> Tensor:
         # Page-locked memory is slow to get, so the copies of the last save are used again.
@@ -117,10 +117,10 @@ def _snapshot(
     common = {name: copy("common", name, None, t) for name, t in prepared.common_tensors.items()}
     # Training may change the tensors as soon as this function has returned.
     accelerator.synchronize()
-    snapshot = dataclasses.replace(
+    copied = dataclasses.replace(
         prepared, pieces=pieces, local_tensors=local, common_tensors=common, buffers={}
     )
-    return snapshot, kept
+    return copied, kept
 
 
 def _run(flight: _InFlight, prepared: Prepared, job: SaveJob) -> None:

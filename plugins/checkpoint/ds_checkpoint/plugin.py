@@ -23,8 +23,12 @@ def ds_config() -> type[CheckpointConfig]:
     return CheckpointConfig
 
 
-def ds_checkpointer(ctx: Context) -> Checkpointer:
-    """Folders of safetensors files."""
+def ds_checkpointer(ctx: Context) -> Checkpointer | None:
+    """Folders of safetensors files, unless the config has another checkpointer beside them, which
+    may build on this one.
+    """
+    if len(ctx.plugins.implementing("ds_checkpointer")) > 1:
+        return None
     from ds_checkpoint.checkpointer import FolderCheckpointer
 
     return FolderCheckpointer(ctx)

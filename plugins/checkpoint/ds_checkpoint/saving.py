@@ -70,7 +70,7 @@ def save(
     # Prepare: everything that can be wrong is found before a file is written.
     action = f"cannot save a checkpoint to {shown(folder)}"
     node_local = config.use_node_local_storage
-    prepared, storage, tag, offloaded = _prepare_together(
+    prepared, storage, tag, offloaded = prepare_together(
         run,
         action,
         lambda: storages.open(folder, "save_dir", node_local=node_local),
@@ -164,7 +164,7 @@ def _begin(storage: Storage, tag: str) -> dict[str, Any]:
 # -- prepare ---------------------------------------------------------------------------------------
 
 
-def _prepare_together(
+def prepare_together(
     run: RunState,
     action: str,
     find: Callable[[], Storage],

@@ -48,13 +48,19 @@ def find_site(local: bool) -> Site:
     """This rank's. Collective when `local`: a site is then a host."""
     if not local:
         return Site(comm.rank(), comm.world_size())
+    hosts = find_hosts()
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank()]]
+    return Site(mine.index(comm.rank()), len(mine), True)
+
+
+def find_hosts() -> list[int]:
+    """By rank, the lowest rank of the same host. Collective."""
     # Hosts may have the same name: the boot id distinguishes them.
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     hosts = comm.all_gather_json([socket.gethostname(), boot])
-    mine = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank()]]
-    return Site(mine.index(comm.rank()), len(mine), True)
+    return [hosts.index(host) for host in hosts]
 
 
 def introduce(action: str, root: Path, tag: str | None, site: Site, device: torch.device) -> None:
