@@ -8,7 +8,9 @@ files are dropped from the system's cache; then they are loaded once more with t
 does that is started again at once. ds_core compares all with their checksums before it changes a
 state; "unchecked" leaves that out, as the others do (``"checkpoint": {"verify": false}``).
 
-    python benchmarks/checkpoint.py [--nproc 2] [--millions 100] [--folder .] [--deepspeed-python
+With ``--ours`` only ds_core is measured, beside raw reading of the same files.
+
+    python benchmarks/checkpoint.py [--nproc 2] [--ours] [--millions 100] [--folder .] [--deepspeed-python
     /tmp/dsv/bin/python]
 """
 
