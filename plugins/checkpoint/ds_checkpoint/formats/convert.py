@@ -9,8 +9,9 @@ from ds_checkpoint.formats.finding import OURS, format_of, open_any
 from ds_checkpoint.formats.foreign import CheckpointFormat, Written
 from ds_checkpoint.formats.ours import write_ours
 from ds_checkpoint.formats.weights import Safetensors, copy_config
-from ds_checkpoint.storages.finding import check_path
-from ds_core.errors import UsageError
+from ds_checkpoint.offline import Saved
+from ds_checkpoint.storages.finding import check_path, shown
+from ds_core.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from ds_core.plugins import Plugins
@@ -48,13 +49,22 @@ def convert(
             "a model's config.json goes beside safetensors files: use --to safetensors"
         )
     with open_any(plugins, source, tag, given) as saved:
-        if target is None:
-            written = write_ours(saved, output)
-        else:
-            if saved.values is None:
-                saved.source.verify(0, 1)
-            written = target.write(saved, check_path(output, "OUTPUT"))
+        written = _written(saved, target, output)
         missing = dict.fromkeys((*saved.missing, *written.missing))
     if model_config is not None:
         copy_config(Path(model_config), Path(output))
     return Written(written.path, tuple(missing))
+
+
+def _written(saved: Saved, target: CheckpointFormat | None, output: str | Path) -> Written:
+    """CheckpointError for a disk that is full, or that has no such folder, too."""
+    try:
+        if target is None:
+            return write_ours(saved, output)
+        if saved.values is None:
+            saved.source.verify(0, 1)
+        return target.write(saved, check_path(output, "OUTPUT"))
+    # torch's writer of zip files has a RuntimeError of several lines for a full disk.
+    except (OSError, RuntimeError) as error:
+        why = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"cannot write {shown(output)}: {why}") from error
