@@ -80,7 +80,7 @@ def main(path: str) -> None:
     }
     losses = []
     while engine.global_steps < settings["steps"]:
-        losses.append([engine.global_steps, engine.train_batch().item(), random.random()])
+        losses.append([random.random(), engine.global_steps, engine.train_batch().item()])
         step = engine.global_steps
         if step in settings.get("saves", []):
             engine.save_checkpoint(str(folder), client_state={"saved": step})
