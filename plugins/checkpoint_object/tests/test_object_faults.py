@@ -92,6 +92,7 @@ def test_no_credentials(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 25
 
 
+@pytest.mark.slow
 def test_half_of_all_requests_fail(ranks: Any, server: str, tmp_path: Path) -> None:
     with faulty_proxy(server, share=0.4, latency=0.0, seed=3) as address:
         ranks(2, _there_and_back, address, f"s3://{BUCKET}/{tmp_path.name}")

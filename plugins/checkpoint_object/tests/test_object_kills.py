@@ -1,5 +1,8 @@
 """A run that is killed at any moment, through a store that is slow and fails: what it said to have
 saved is there, whole, and the next life goes on from it, at whatever size.
+
+Lives are forked from a program, ``python test_object_kills.py ADDRESS COUNT SEED LATER SIZES``: a
+process that has used a store itself has threads, of which a fork has none.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+from ds_testing.processes import run
 from object_runs import begin_life, end, hear
 from object_server import BUCKET, environment, faulty_proxy, s3_server
 
@@ -51,11 +55,17 @@ def lives(address: str, count: int, seed: int, worlds: tuple[int, ...], **config
     return saved
 
 
+def played(seed: int, count: int, later: bool, sizes: str) -> None:
+    with s3_server() as upstream, faulty_proxy(upstream, seed=seed) as address:
+        command = [sys.executable, __file__, address, str(count), str(seed), str(later), sizes]
+        said = run(command, timeout=1700)
+    assert said.splitlines()[-1].startswith("reached step "), said
+
+
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("later", [False, True])
 def test_a_few_kills(later: bool) -> None:
-    with s3_server() as upstream, faulty_proxy(upstream, seed=1) as address:
-        config = {"checkpoint": {"async": later, "keep_last": 2}}
-        lives(address, 4, 10 + later, (1,), **config)
+    played(10 + later, 3, later, "1")
 
 
 @pytest.mark.slow
@@ -63,6 +73,11 @@ def test_a_few_kills(later: bool) -> None:
 @pytest.mark.parametrize("part", range(8))
 def test_two_hundred_kills(part: int) -> None:
     """25 of them each."""
-    with s3_server() as upstream, faulty_proxy(upstream, seed=part) as address:
-        config = {"checkpoint": {"async": part % 2 == 1, "keep_last": 2}}
-        assert lives(address, 25, 100 + part, (1, 1, 2), **config) > 0
+    played(100 + part, 25, part % 2 == 1, "112")
+
+
+if __name__ == "__main__":
+    address, count, seed, later, sizes = sys.argv[1:]
+    config = {"checkpoint": {"async": later == "True", "keep_last": 2}}
+    worlds = tuple(map(int, sizes))
+    print("reached step", lives(address, int(count), int(seed), worlds, **config))

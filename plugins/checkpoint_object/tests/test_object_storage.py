@@ -145,6 +145,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.fast_cases("truncated", "changed", "removed")
 @pytest.mark.parametrize("what", DAMAGES)
 def test_a_damaged_object_is_named_and_the_older_one_is_loaded(
     ranks: Any, server: str, saved: str, what: str
