@@ -39,7 +39,7 @@ EXTENSION = Extension(
 )
 
 INFERENCE = Extension(
-    name="ds-ops-cpu-inference",
+    name="dscore-ops-cpu-inference",
     module="_ds_ops_cpu_inference",
     folder=Path(__file__).parent / "cpp",  # its headers use those beside the other kernels
     units=(
