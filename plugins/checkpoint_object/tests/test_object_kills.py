@@ -65,7 +65,7 @@ def played(seed: int, count: int, later: bool, sizes: str) -> None:
 @pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("later", [False, True])
 def test_a_few_kills(later: bool) -> None:
-    played(10 + later, 3, later, "1")
+    played(10 + later, 1, later, "1")
 
 
 @pytest.mark.slow
