@@ -237,7 +237,7 @@ def convert(
     Examples:
       dscore checkpoint convert runs/first fsdp --to dcp
       dscore checkpoint convert titan/step-1000 runs/first
-      dscore checkpoint convert runs/first weights --to safetensors --config config.json
+      dscore checkpoint convert runs/first hf --to safetensors --config gpt2
     """
     from ds_checkpoint.formats.convert import convert as make
     from ds_checkpoint.storages.finding import is_url

@@ -18,6 +18,7 @@ GONE = {
     "checkpoint export": ["gone", "out"],
     "checkpoint export-deepspeed": ["gone", "out"],
     "checkpoint import": ["gone", "out"],
+    "checkpoint convert": ["gone", "out"],
     "checkpoint diff": ["gone", "gone"],
     "checkpoint prune": ["gone", "--keep", "1"],
     "curriculum draw": ["gone.json"],
