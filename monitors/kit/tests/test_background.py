@@ -116,7 +116,7 @@ def test_a_failure_is_one_warning_and_the_others_go_on(caplog: pytest.LogCapture
     master.close()
     assert [r.getMessage() for r in caplog.records] == [
         "monitor slow failed in flush (OSError: the disk is full); it is switched off and training "
-        "goes on"
+        "continues"
     ]
     assert bad.done == ["close after 0"] and len(good.events) == 9
 
