@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import log_once
-from ds_dtensor.places import check, full_shape, slice_of
+from ds_dtensor.places import check, full_shape, take
 from ds_dtensor.tensor import PieceTensor, whole
 from ds_dtensor.weights import named_values, views_of, weights_at_rest
 
@@ -152,7 +152,7 @@ def load_state_dict(
     rests = weights_at_rest(engine, masters=True)
     views = views_of(engine, rests, wraps=True)
     rows = {
-        name: (value, given(value, _shape(engine, param, views), views[param]))
+        name: (value, given(value, views[param].shape, views[param]))
         for name, param, value in _parameters(engine, entries, state_dict)
     }
     others = {key: old for key, old in entries if isinstance(old, Tensor) and old not in views}
@@ -182,7 +182,7 @@ def load_state_dict(
             assert held is not None
             _load_trained(engine, held, source)
     # Last, since a module that loads makes masters from weights where they differ.
-    _load_rests(engine, rests, sources)
+    _load_rests(engine, entries, rests, sources)
     _load_extras(engine, entries, state_dict)
     return keys
 
@@ -198,12 +198,6 @@ def _parameters(
     for param, info in engine.ctx.params.items():
         value = next((state_dict[k] for k in keys.get(param, ()) if k in state_dict), None)
         yield info.name, param, value
-
-
-def _shape(
-    engine: RunningEngine, param: nn.Parameter, views: Mapping[Any, Tensor]
-) -> tuple[int, ...]:
-    return tuple(views[param].shape)
 
 
 def _compare(entries: Sequence[tuple[str, Any]], state_dict: Mapping[str, Any]) -> Keys:
@@ -228,12 +222,6 @@ def _release(engine: RunningEngine) -> None:
         release()
 
 
-def _local(engine: RunningEngine, name: str, full: Tensor) -> Tensor:
-    """What this rank has of a whole parameter, where others have other parts of it."""
-    piece = slice_of(engine.ctx, name)
-    return full if piece is None else piece.take(full)
-
-
 def _load_trained(engine: RunningEngine, held: ParamShard, source: Source) -> None:
     """First the master, which the optimizer updates; then the weight, which is rounded from it."""
     start, stop = held.updated_ranges[held.index]
@@ -242,7 +230,7 @@ def _load_trained(engine: RunningEngine, held: ParamShard, source: Source) -> No
     else:
         shape = full_shape(engine.ctx, held.name, held.shape)
         full = source.full(shape, held.updated.dtype, _device(engine))
-        values = _local(engine, held.name, full).reshape(-1)[start:stop]
+        values = take(engine.ctx, held.name, full).reshape(-1)[start:stop]
     held.write(held.updated, values.reshape(-1).to(held.updated.dtype))
     torch.autograd.graph.increment_version(held.param)
     if held.local and held.ranges == held.updated_ranges and _writable(held):
@@ -262,17 +250,21 @@ def _writable(held: ParamShard) -> bool:
 
 
 def _load_rests(
-    engine: RunningEngine, rests: Mapping[nn.Parameter, Rest], sources: Mapping[str, Source]
+    engine: RunningEngine,
+    entries: Iterable[tuple[str, Any]],
+    rests: Mapping[nn.Parameter, Rest],
+    sources: Mapping[str, Source],
 ) -> None:
     """Weights that no optimizer updates. Those that are sharded are loaded by their modules."""
-    names = {value: key for key, value in named_values(engine) if value in rests}
+    # Extra states of modules may be lists, which are no keys.
+    names = {value: key for key, value in entries if isinstance(value, Tensor) and value in rests}
     for param, rest in rests.items():
         name = engine.ctx.params[param].name
         if (source := sources.get(name)) is None:
             continue
         shape = full_shape(engine.ctx, name, rest.shape)
         full = source.full(shape, param.dtype, _device(engine))
-        local = _local(engine, name, full)
+        local = take(engine.ctx, name, full)
         if rest.whole and rest.state is not None and rest.state.read is None:
             rest.state.tensor.view(rest.shape).copy_(local)
         else:
@@ -301,9 +293,7 @@ def load_by_module(ctx: Context) -> None:
         for key, value in state_dict.items():
             if isinstance(value, DTensor):
                 log_once(log, logging.INFO, _GATHERED, key)
-                piece = slice_of(ctx, key)
-                full = whole(value)
-                state_dict[key] = full if piece is None else piece.take(full)
+                state_dict[key] = take(ctx, key, whole(value))
 
     handle = module.register_load_state_dict_pre_hook(gather)
     # Before those that load sharded weights, and the hooks of children.

@@ -102,7 +102,7 @@ def _norm(kind: Kind, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         raise UsageError("a norm along dimensions needs the full tensor: use .full_tensor()")
     dtype = kwargs.get("dtype") or tensor.dtype
     precise = torch.promote_types(dtype, torch.float32)
-    value = _combine(_part(tensor, order, precise), order, _device(tensor)).to(dtype)
+    value = _combine(_part(tensor, order, precise), order, device_of(tensor)).to(dtype)
     return replicated(value, tensor.device_mesh)
 
 
@@ -126,7 +126,7 @@ def _combine(part: Tensor, order: float, device: torch.device) -> Tensor:
     return part[0]
 
 
-def _device(tensor: PieceTensor) -> torch.device:
+def device_of(tensor: PieceTensor) -> torch.device:
     """Where the group of the mesh sends from."""
     device = tensor._local_tensor.device
     kind = tensor.device_mesh.device_type

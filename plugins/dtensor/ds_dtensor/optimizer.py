@@ -19,7 +19,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_dtensor.kinds import Expected, Kind, kinds_here
 from ds_dtensor.loading import Given, Source, agree, given
-from ds_dtensor.places import Places, alike, full_shape, slice_of
+from ds_dtensor.places import Places, alike, full_shape, slice_of, take
 
 if TYPE_CHECKING:
     from ds_access.param_shard import ParamShard
@@ -265,8 +265,7 @@ class EngineOptimizer(Optimizer):
         full = source.full(wanted, like.dtype, device)
         if single or tuple(full.shape) != shape:
             return full
-        piece = slice_of(self._engine.ctx, held.name)
-        local = full if piece is None else piece.take(full)
+        local = take(self._engine.ctx, held.name, full)
         start, stop = held.updated_ranges[held.index]
         return local.reshape(-1)[start:stop].view(held.updated.shape)
 

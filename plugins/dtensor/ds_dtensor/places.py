@@ -78,6 +78,12 @@ def slice_of(ctx: Context, name: str) -> Slice | None:
     return (ctx.stash.get(SLICES) or {}).get(name)
 
 
+def take(ctx: Context, name: str, full: Tensor) -> Tensor:
+    """What this rank has of a full parameter, where others have other parts of it."""
+    piece = slice_of(ctx, name)
+    return full if piece is None else piece.take(full)
+
+
 def full_shape(ctx: Context, name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Of the full parameter, of which this rank has one of `shape`."""
     piece = slice_of(ctx, name)

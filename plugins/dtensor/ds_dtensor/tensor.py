@@ -30,7 +30,7 @@ from ds_core import comm
 from ds_core.errors import UsageError
 from ds_core.process import log_once
 from ds_dtensor.layout import Window, contiguous
-from ds_dtensor.ops import run, wrapped
+from ds_dtensor.ops import device_of, run, wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -132,10 +132,7 @@ class PieceTensor(DTensor):
 
         Bits are added to zeros, so that every value comes as it is.
         """
-        device = self._local_tensor.device
-        if device.type != self.device_mesh.device_type:
-            device = torch.empty(0, device=self.device_mesh.device_type).device
-        full = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        full = torch.zeros(self.shape, dtype=self.dtype, device=device_of(self))
         if self.counts:
             for window, view in zip(self.windows, self.views(), strict=True):
                 full[window.box.slices()].copy_(view)

@@ -127,3 +127,26 @@ def test_nothing_is_left_behind() -> None:
         assert module._load_state_dict_pre_hooks
         assert engine.state_dict()
     assert not module._load_state_dict_pre_hooks
+
+
+class Counts(nn.Linear):
+    """A module whose extra state is a list, which cannot be a key of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.counts = [0]
+
+    def get_extra_state(self) -> list[int]:
+        return list(self.counts)
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.counts = state
+
+
+def test_extra_states_of_any_kind_are_loaded() -> None:
+    module = Counts()
+    with one_process_engine(module, CONFIG) as engine:
+        found = engine.state_dict(view="dtensor")
+        module.counts = [5]
+        engine.load_state_dict(found)
+        assert module.counts == [0]
