@@ -9,6 +9,7 @@ import ds_zero
 import pytest
 import torch
 from ds_testing import run_ranks
+from ds_testing.one_process import one_process_engine
 from torch import nn
 
 from ds_core.errors import UsageError
@@ -299,3 +300,20 @@ def check_generation(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_generation(stage: int) -> None:
     run_ranks(2, check_generation, stage)
+
+
+def test_a_frozen_parameter_keeps_its_shape_too() -> None:
+    """At stages 1 and 2 it is in no bucket, which knows the shapes of the others."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].weight.requires_grad_(False)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    with (
+        one_process_engine(module, config),
+        pytest.raises(UsageError, match=r"'0.weight' of shape \(4, 3\) was given data of shape"),
+        gathered(module[0].weight, modifier_rank=0),
+    ):
+        module[0].weight.data = torch.ones(3)
