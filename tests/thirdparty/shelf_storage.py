@@ -188,8 +188,5 @@ class ShelfStorage(Storage):
     def write_latest(self, tag: str) -> None:
         self._shelf.latest = tag
 
-    def prune(self, keep: int, tag: str) -> list[str]:
-        removed = [old for old in self.tags()[keep:] if old not in (tag, self._shelf.latest)]
-        for old in removed:
-            del self._shelf.tags[old]
-        return removed
+    def remove(self, tag: str) -> None:
+        del self._shelf.tags[tag]

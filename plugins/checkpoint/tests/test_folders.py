@@ -19,6 +19,7 @@ from ds_checkpoint.folder.format import (
     parse_manifest,
     render_manifest,
 )
+from ds_checkpoint.storages.disk import DiskStorage
 
 from ds_core.errors import CheckpointError
 
@@ -120,7 +121,7 @@ def test_pruning_keeps_the_newest_the_latest_and_what_is_not_ours(tmp_path: Path
     (tmp_path / "mine" / "manifest.json").write_text("{}")
     files.write_latest(tmp_path, "a")
     assert files.existing_tags(tmp_path) == list("edcba")
-    assert files.prune(tmp_path, 2, "b") == ["c"]
+    assert DiskStorage(tmp_path).prune(2, "b") == ["c"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "d", "e", "latest", "mine"]
 
 

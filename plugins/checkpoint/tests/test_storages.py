@@ -100,4 +100,4 @@ class _Elsewhere(Storage):
         raise AssertionError("refused before anything is asked")
 
     tags = latest = find = open = itself = hold = begin = draft = next_serial = _never
-    write_latest = prune = _never
+    write_latest = remove = prune = _never

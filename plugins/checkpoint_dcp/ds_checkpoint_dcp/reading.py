@@ -110,9 +110,7 @@ def _opened(folder: Path, stored: Stored, layout: Layout) -> ForeignCheckpoint:
     if layout.ours:
         return with_ours(found, stored, layout.ours, missing)
     missing.append(_lacks(layout))
-    return ForeignCheckpoint(
-        folder, _tag(folder), pieces, run, optimizer=optimizer, missing=[m for m in missing if m]
-    )
+    return dataclasses.replace(found, missing=[m for m in missing if m])
 
 
 def _lacks(layout: Layout) -> str:

@@ -10,13 +10,12 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import torch
 from ds_checkpoint.folder.format import check_tag
 from ds_checkpoint.folder.tensorfile import TensorFile, check_tensor
 from ds_checkpoint.folder.values import encode
-from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, write
-from ds_checkpoint.formats.foreign import new_run
-from ds_checkpoint.formats.ours import encodable
+from ds_checkpoint.folder.writing import Prepared, commit, write
+from ds_checkpoint.formats.foreign import new_run, no_rank_values
+from ds_checkpoint.formats.ours import encodable, head_of, writing_to
 from ds_checkpoint.formats.weights import INDEX, Safetensors, files_of
 from ds_checkpoint.storages.finding import open_storage
 from ds_run_state.opening import open_plain, read_start
@@ -24,7 +23,6 @@ from ds_run_state.states import StateTensor
 from ds_run_state.torch_files import read_torch_file
 from torch import Tensor
 
-import ds_core
 from ds_checkpoint_deepspeed.reading.deepspeed import read_deepspeed
 from ds_checkpoint_deepspeed.reading.folder import find_deepspeed
 from ds_checkpoint_deepspeed.reading.foreign import Foreign
@@ -59,31 +57,14 @@ def import_checkpoint(
     client, left = encodable(found.client)
     common: dict[str, Tensor] = {}
     ranks = max(len(found.cut), 1)
-    head = {
-        "step": found.run["global_steps"],
-        "world_size": ranks,
-        "mesh": {"tp": ranks} if found.cut else {},
-        "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
-        "plugins": {},
-        "config": None,
-        "optimizer": found.optimizer,
-        "run": encode(found.run, "run_state", common, own=True),
-        "client": encode(client, "client_state", common),
-    }
+    mesh = {"tp": ranks} if found.cut else {}
+    head = head_of(found.run, client, common, mesh=mesh, optimizer=found.optimizer)
     prepared = [
         _prepared(found, rank, tag, common if rank == 0 else {}, head) for rank in range(ranks)
     ]
     with contextlib.closing(open_storage(output_dir, "output_dir")) as storage:
-        storage.hold()
-        save_id = secrets.token_hex(16)
-        draft = storage.draft(tag, save_id, storage.begin(tag, save_id))
-        job = SaveJob(storage, tag, draft, save_id, storage.next_serial(), True, None)
-        try:
+        with writing_to(storage, tag, secrets.token_hex(16)) as job:
             commit(prepared[0], job, [write(p, job) for p in prepared])
-        except BaseException:
-            draft.discard()
-            raise
-        publish(job)
     return storage.path(tag), [*found.missing, *left]
 
 
@@ -93,7 +74,6 @@ def _prepared(
     """What one rank writes: the first one all that is the same for all, each its part of what is
     cut.
     """
-    own: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
     return Prepared(
         tag=tag,
         rank=rank,
@@ -103,7 +83,7 @@ def _prepared(
         frozen=found.frozen,
         shared=found.shared,
         extra=[],
-        local=encode(own, "rank", {}, own=True),
+        local=encode(no_rank_values(), "rank", {}, own=True),
         local_tensors={},
         buffers={},
         common_tensors=common,

@@ -14,6 +14,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -56,15 +57,13 @@ class Conflict(Exception):  # no error of a user
         self.found = found
 
 
+@dataclass(frozen=True, slots=True)
 class Meta:
     """What a listing says of an object."""
 
-    __slots__ = ("key", "size", "version")
-
-    def __init__(self, key: str, size: int, version: Version) -> None:
-        self.key = key
-        self.size = size
-        self.version = version
+    key: str
+    size: int
+    version: Version
 
 
 class Bucket:

@@ -193,7 +193,7 @@ class ObjectFile(Reader):
                 stack.callback(os.close, spool)
             for data in self._in_order():
                 if spool is not None:
-                    spool = _append(spool, data)
+                    _append(spool, data)
                 yield data
             # Only what has come whole is read from there.
             if spool is not None:
@@ -255,11 +255,10 @@ def _up(place: int) -> int:
     return -(-place // GRAIN) * GRAIN
 
 
-def _append(handle: int, data: memoryview) -> int:
-    """Write all of it; the handle."""
+def _append(handle: int, data: memoryview) -> None:
+    """Write all of it."""
     while data:
         data = data[os.write(handle, data) :]
-    return handle
 
 
 def _read(handle: int, place: int, view: memoryview) -> int:

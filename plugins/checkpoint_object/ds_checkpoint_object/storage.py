@@ -259,18 +259,10 @@ class ObjectStorage(Storage):
         """See `Storage`."""
         self._bucket.put(self._key(LATEST), tag.encode())
 
-    def prune(self, keep: int, tag: str) -> list[str]:
-        """See `Storage`."""
-        safe = {tag}
-        with contextlib.suppress(CheckpointError):
-            safe |= {self.latest() or tag}
-        removed = [old for old in self.tags()[keep:] if old not in safe]
-        for old in removed:
-            self._remove(old)
-        return removed
-
-    def _remove(self, tag: str) -> None:
-        """The manifest first: from then on there is no checkpoint, and the rest is debris."""
+    def remove(self, tag: str) -> None:
+        """See `Storage`. The manifest first: from then on there is no checkpoint, and the rest is
+        debris.
+        """
         prefix = self._key(tag) + "/"
         self._bucket.delete([prefix + MANIFEST])
         keys = [row.key for row in self._bucket.objects(prefix)]

@@ -105,7 +105,7 @@ def _begin(circle: Circle, job: SaveJob, room: Path, sizes: Sequence[int], limit
     """Once per host: make way for the set, and the directory that its ranks write into."""
     tags = files.existing_tags(room)
     if tags:
-        files.prune(room, 1, tags[0])
+        job.storage.prune(1, tags[0])
     files.clean(room)
     hosts = len(circle.leaders)
     # This host's own files, and those of the hosts before it.

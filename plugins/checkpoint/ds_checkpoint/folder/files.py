@@ -211,21 +211,6 @@ def is_checkpoint(path: Path) -> bool:
     return read_head(path / MANIFEST) is not None
 
 
-def prune(root: Path, keep: int, tag: str) -> list[str]:
-    """Remove all but the newest `keep` checkpoints below `root`; never `tag`, nor what ``latest``
-    names. Their tags.
-    """
-    # The checkpoint that was just saved, and the one that a resumed run would read.
-    safe = {tag}
-    with contextlib.suppress(CheckpointError):
-        safe |= {read_latest(root) or tag}
-    tags = existing_tags(root)
-    removed = [old for old in tags[keep:] if old not in safe]
-    for old in removed:
-        discard(root / old)
-    return removed
-
-
 def write_latest(root: Path, tag: str) -> None:
     """Point ``latest`` at `tag`, at once: the tag is all that is in it, as other programs that read
     it expect.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -41,9 +41,6 @@ class Reader(ABC):
     @abstractmethod
     def blocks(self) -> Iterator[memoryview]:
         """The whole file in order; a block is valid until the next one."""
-
-    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """These ranges [start, stop) of bytes will be read, about in this order: a hint."""
 
     @abstractmethod
     def close(self) -> None:

@@ -67,6 +67,11 @@ def new_run() -> dict[str, Any]:
     }
 
 
+def no_rank_values() -> dict[str, Any]:
+    """What belongs to one rank alone, where a checkpoint has nothing of it."""
+    return {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of one state, as it is stored."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from ds_checkpoint.folder.format import COMMON, check_tag, render_manifest
 from ds_checkpoint.folder.tensorfile import DTYPES
 from ds_checkpoint.folder.values import decode, encode
 from ds_checkpoint.folder.writing import Prepared, SaveJob, commit, publish, readme_of, write
-from ds_checkpoint.formats.foreign import Written, refuse_split
+from ds_checkpoint.formats.foreign import Written, no_rank_values, refuse_split
 from ds_checkpoint.offline import Saved
+from ds_checkpoint.storages.contract import Storage
 from ds_checkpoint.storages.finding import open_storage
 from ds_core.errors import CheckpointError
 
@@ -58,16 +61,51 @@ def write_ours(saved: Saved, output: str | Path) -> Written:
             raise CheckpointError(
                 f"{storage.path(tag)} is there already; remove it, or name another folder"
             )
-        storage.hold()
-        draft = storage.draft(tag, save_id, storage.begin(tag, save_id))
-        job = SaveJob(storage, tag, draft, save_id, storage.next_serial(), True, None)
-        try:
+        with writing_to(storage, tag, save_id) as job:
             missing = _copy(saved, job) if saved.values is None else _write(saved, job)
-        except BaseException:
-            draft.discard()
-            raise
-        publish(job)
         return Written(storage.path(tag), missing)
+
+
+@contextlib.contextmanager
+def writing_to(storage: Storage, tag: str, save_id: str) -> Iterator[SaveJob]:
+    """Begin a checkpoint that this process alone writes. The caller puts it in place inside, and
+    ``latest`` names it then; after an error nothing of it is left.
+    """
+    storage.hold()
+    draft = storage.draft(tag, save_id, storage.begin(tag, save_id))
+    job = SaveJob(storage, tag, draft, save_id, storage.next_serial(), True, None)
+    try:
+        yield job
+    except BaseException:
+        draft.discard()
+        raise
+    publish(job)
+
+
+def head_of(
+    run: Mapping[str, Any],
+    client: Mapping[str, Any],
+    common: dict[str, Tensor],
+    *,
+    mesh: Mapping[str, int],
+    optimizer: str | None,
+) -> dict[str, Any]:
+    """`Prepared.head` of a checkpoint that no run of ours has saved.
+
+    common: the tensors in `run` and `client` are added to it.
+    mesh: sizes of the axes over which ranks differ; a rank each.
+    """
+    return {
+        "step": run["global_steps"],
+        "world_size": math.prod(mesh.values()),
+        "mesh": dict(mesh),
+        "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
+        "plugins": {},
+        "config": None,
+        "optimizer": optimizer,
+        "run": encode(run, "run_state", common, own=True),
+        "client": encode(client, "client_state", common),
+    }
 
 
 def _write(saved: Saved, job: SaveJob) -> tuple[str, ...]:
@@ -75,18 +113,7 @@ def _write(saved: Saved, job: SaveJob) -> tuple[str, ...]:
     run, client = run_values(saved)
     client, left = encodable(client)
     common: dict[str, Tensor] = {}
-    head = {
-        "step": run["global_steps"],
-        "world_size": 1,
-        "mesh": {},
-        "versions": {"ds_core": ds_core.__version__, "torch": torch.__version__},
-        "plugins": {},
-        "config": None,
-        "optimizer": saved.manifest.optimizer,
-        "run": encode(run, "run_state", common, own=True),
-        "client": encode(client, "client_state", common),
-    }
-    own: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
+    head = head_of(run, client, common, mesh={}, optimizer=saved.manifest.optimizer)
     prepared = Prepared(
         tag=job.tag,
         rank=0,
@@ -96,7 +123,7 @@ def _write(saved: Saved, job: SaveJob) -> tuple[str, ...]:
         frozen=list(saved.manifest.frozen),
         shared=saved.manifest.shared,
         extra=[],
-        local=encode(own, "rank", {}, own=True),
+        local=encode(no_rank_values(), "rank", {}, own=True),
         local_tensors={},
         buffers={},
         common_tensors=common,

@@ -13,7 +13,7 @@ from ds_run_state.slices import SLICES
 
 from ds_checkpoint.folder.contents import shared_names
 from ds_checkpoint.formats.finding import format_of, is_ours, recognise
-from ds_checkpoint.formats.foreign import ForeignCheckpoint, ForeignStates
+from ds_checkpoint.formats.foreign import ForeignCheckpoint, ForeignStates, no_rank_values
 from ds_checkpoint.storages.contract import Storage
 from ds_checkpoint.storages.disk import DiskStorage
 from ds_core.engine import LoadOptions
@@ -80,9 +80,13 @@ def saved_run(
     values["lr_scheduler"], note = _schedule(mine["lr_scheduler"], values["lr_scheduler"])
     if options.optimizer and not options.module_only:
         _order_groups(values, mine["optimizer_params"])
-    local: dict[str, Any] = {"random": None, "plugins": {}, "module_extra": {}, "optimizer": {}}
     saved = SavedRun(
-        states=source, common=values, local=local, own=False, world_size=1, shared=found.shared
+        states=source,
+        common=values,
+        local=no_rank_values(),
+        own=False,
+        world_size=1,
+        shared=found.shared,
     )
     return saved, [*found.missing, *note]
 

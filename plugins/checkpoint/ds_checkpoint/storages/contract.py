@@ -12,10 +12,13 @@ what it leaves is a whole checkpoint, or files that no manifest names.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ds_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ds_checkpoint.folder.format import Manifest, Mark
@@ -174,10 +177,21 @@ class Storage(ABC):
         """Point ``latest`` at `tag`, in one step, durably."""
 
     @abstractmethod
+    def remove(self, tag: str) -> None:
+        """Remove a checkpoint that is there: half of it is never taken for one."""
+
     def prune(self, keep: int, tag: str) -> list[str]:
         """Remove all but the newest `keep` checkpoints; never `tag`, nor what ``latest`` names.
         Their tags.
         """
+        # The checkpoint that was just saved, and the one that a resumed run would read.
+        safe = {tag}
+        with contextlib.suppress(CheckpointError):
+            safe |= {self.latest() or tag}
+        removed = [old for old in self.tags()[keep:] if old not in safe]
+        for old in removed:
+            self.remove(old)
+        return removed
 
     def close(self) -> None:  # noqa: B027
         """Let other jobs have the place."""

@@ -188,9 +188,9 @@ class DiskStorage(Storage):
         """See `Storage`."""
         files.write_latest(self.root, tag)
 
-    def prune(self, keep: int, tag: str) -> list[str]:
+    def remove(self, tag: str) -> None:
         """See `Storage`."""
-        return files.prune(self.root, keep, tag)
+        files.discard(self.root / tag)
 
     def close(self) -> None:
         """See `Storage`."""

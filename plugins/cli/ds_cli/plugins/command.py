@@ -5,7 +5,7 @@ forward (no torch).
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,14 +106,16 @@ def show(
       dscore plugins show --json
     """
     from ds_core.plugins import Plugins
+    from ds_core.plugins.discovery import offers
 
     with other_output_to_stderr():
         known = Plugins()
         reports = known.examine()
+        offered = offers()
         if name:
-            rows = [_details(known, report) for report in _named(name, reports)]
+            rows = [_details(known, report, offered) for report in _named(name, reports)]
         else:
-            rows = [_row(known, report) for report in reports]
+            rows = [_row(known, report, offered) for report in reports]
     if as_json:
         show_json(rows)
     elif name:
@@ -139,16 +141,17 @@ def _named(name: str, reports: list[Report]) -> list[Report]:
     return found
 
 
-def _offers(known: Plugins, report: Report) -> dict[str, list[str]]:
+def _offers(known: Plugins, report: Report, offered: Collection[str]) -> dict[str, list[str]]:
     """Kind -> the names that the plugin offers; none where names depend on a config, or it has
     none.
+
+    offered: the hooks that say what a plugin offers.
     """
-    from ds_core.plugins.discovery import PluginState, offers
+    from ds_core.plugins.discovery import PluginState
 
     found: dict[str, list[str]] = (
         {"section": [report.found.name]} if report.found.owns_section else {}
     )
-    offered = offers()
     for hook in (hook for hook in report.hooks if hook != "ds_config"):
         names = found.setdefault(_kind(hook, offered=hook in offered), [])
         if hook in offered and report.state is PluginState.LOADED:
@@ -199,7 +202,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
         yield package, state, "\n".join(filter(None, [what, *whys]))
 
 
-def _row(known: Plugins, report: Report) -> dict[str, Any]:
+def _row(known: Plugins, report: Report, offered: Collection[str]) -> dict[str, Any]:
     found = report.found
     return {
         "name": found.name,
@@ -207,18 +210,18 @@ def _row(known: Plugins, report: Report) -> dict[str, Any]:
         "version": found.version,
         "group": found.group,
         "module": found.module,
-        "offers": _offers(known, report),
+        "offers": _offers(known, report, offered),
         "hooks": list(report.hooks),
         "state": report.state.value,
         "why": report.why,
     }
 
 
-def _details(known: Plugins, report: Report) -> dict[str, Any]:
+def _details(known: Plugins, report: Report, offered: Collection[str]) -> dict[str, Any]:
     """`_row`, and the file, the requirements and the keys of the section."""
     from ds_core.plugins.discovery import PluginState
 
-    row = _row(known, report)
+    row = _row(known, report, offered)
     row["file"] = _file(report.found.module)
     row["requires"] = _requirements(report.found.dist)
     if report.state is PluginState.LOADED and report.found.owns_section:
